@@ -54,7 +54,6 @@ from bitplan.searching.solver import RivalPlan, Solution, solve
 KV_EVIDENCE, FIT = "kv_evidence.json", "fit.json"
 DOCUMENT, VERSION = "bitplan-fit", 1
 KV_CANDIDATES = ("int4_g32", "fp8_e4m3_row", "int8_row")
-COARSEST = KV_CANDIDATES[0]
 DAMAGE_TOKENS = 512  # on which every layer's keys and values are measured alone
 RESERVED = "workspace and overhead"
 _KV_ROLE = "kv"
@@ -449,7 +448,7 @@ def fit(
     )
     subject.aim_at(target)
     folder = None if out is None else Path(out)
-    fitter = _Fitter(subject, Searcher(subject, cut, names, folder, how), goal, KV_CANDIDATES, folder)
+    fitter = _Fitter(subject, Searcher(subject, cut, names, folder, how), goal, folder)
     return fitter.find()
 
 
@@ -458,14 +457,13 @@ class _Fitter:
     subject: SearchSubject
     searcher: Searcher
     goal: FitGoal
-    kv_formats: tuple[str, ...]
     folder: Path | None
 
     def find(self) -> FitResult:
         how, goal = self.searcher.options, self.goal
         probe = probe_memory(self.subject.model, goal.context, goal.batch, goal.device)
         shapes, _ = watch_kv(self.subject, self.searcher.text.checks[0][None, :8])
-        in_kv = min(shapes.nbytes(fmt, goal) for fmt in self.kv_formats)
+        in_kv = min(shapes.nbytes(fmt, goal) for fmt in KV_CANDIDATES)
         least = smallest_bytes(self.subject, self.searcher.formats)
         _refuse_below(self.subject.where, goal, least, in_kv, probe.nbytes)
         self._refuse_whole(shapes, probe)
@@ -481,7 +479,7 @@ class _Fitter:
         limit = Goal(nbytes=goal.memory)
         solution, _, _ = solve_and_correct(joint, limit, joint_meter, self.searcher.stage)
         _take_corrections(joint, weights, kv)
-        result = self._prove(weights, kv, joint, limit, solution, probe)
+        result = self._prove(weights, kv, joint, limit, solution, probe, meter)
         self._save(weights, kv, result)
         return result
 
@@ -509,12 +507,12 @@ class _Fitter:
         if path is not None and path.is_file():
             known = SearchEvidence.load(path)
             group = next(iter(known.groups.values()))
-            if known.fingerprint == weights.fingerprint and {*self.kv_formats} <= {*group.formats}:
+            if known.fingerprint == weights.fingerprint and {*KV_CANDIDATES} <= {*group.formats}:
                 # Corrections by plans are those of one run, and are made again.
                 return replace(
                     known, groups={name: uncorrected(one) for name, one in known.groups.items()}, together=1.0
                 )
-        known = gather_kv(self.subject, meter, weights, self.searcher.stage, self.kv_formats)
+        known = gather_kv(self.subject, meter, weights, self.searcher.stage, KV_CANDIDATES)
         if path is not None:
             known.save(path)
         return known
@@ -527,22 +525,17 @@ class _Fitter:
         limit: Goal,
         solution: Solution,
         probe: MemoryProbe,
+        meter: PlanMeter,
     ) -> FitResult:
         """Measure the joint plan, and weights by the same solver beside fixed keys and values, on held-out text."""
         choices: dict[str, Mapping[str, str]] = {"joint plan": solution.choice}
         missing = []
-        fixed = {
-            "K and V as they are": _kept(kv),
-            "K and V in 8 bits": "int8_row" if "int8_row" in self.kv_formats else "",
-        }
-        for label, fmt in fixed.items():
-            if not fmt:
-                continue
+        for label, fmt in {"K and V as they are": _kept(kv), "K and V in 8 bits": "int8_row"}.items():
             try:
                 choices[label] = solve(joint, limit, force=dict.fromkeys(kv.groups, fmt)).choice
             except GoalError:
                 missing.append(f"{label}: no format of weights leaves room for them")
-        judge = self._meter(self.searcher._collected[1], self.searcher.text.proof)  # type: ignore[index]
+        judge = self._meter(meter, self.searcher.text.proof)
         judge.prepare(joint, list(choices.values()), self.searcher.stage)
         text = self.searcher.text
         with self.searcher.stage("proving", len(text.proof) * (1 + len(choices))) as advance:

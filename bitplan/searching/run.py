@@ -418,11 +418,13 @@ class Searcher:
         if self.folder is None:
             yield
             return
-        path, begins = self.folder / PROGRESS, b'{"document": "bitplan-search-progress"'
+        path, document = self.folder / PROGRESS, "bitplan-search-progress"
         model = "a model" if self.subject.path is None else self.subject.path.name
         try:
-            with JsonLog(path, begins, what="log of a search", may_lose_lines=True) as self.clock.log:
-                start = {"document": "bitplan-search-progress", "version": 1, "model": model, "goal": str(goal)}
+            with JsonLog(
+                path, f'{{"document": "{document}"'.encode(), what="log of a search", may_lose_lines=True
+            ) as self.clock.log:
+                start = {"document": document, "version": 1, "model": model, "goal": str(goal)}
                 self.clock.log.write_lines(start)
                 yield
         finally:
