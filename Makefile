@@ -9,7 +9,7 @@ PYTEST := BITPLAN_NEEDS_BROWSER=1 $(BIN)/python -m pytest -n 2 --dist loadfile -
 
 unexport PYTHONDONTWRITEBYTECODE  # tests start many processes: the package is compiled once, not in each
 
-.PHONY: docs demo test test-all fuzz lint types unit browser test-demo test-install test-gpu test-engines test-folders test-vllm mutants bench bench-quality clean
+.PHONY: docs demo test test-all fuzz lint types unit browser test-demo test-install test-matrix test-gpu test-engines test-folders test-vllm mutants bench bench-quality clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python -m examples.demo
@@ -62,6 +62,10 @@ test-demo: $(VENV)/.installed-dev browser
 
 # The wheel in an environment of its own, from an empty folder; each extra alone.
 test-install:
+	$(PYTHON) tests/install/check_install.py --dependencies pinned --python $$($(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+
+# Every Python of 3.11 to 3.13 that is here, with the pinned, the lowest and the newest libraries: 16 GB of disk, an hour.
+test-matrix:
 	$(PYTHON) tests/install/check_install.py
 
 # On a machine with CUDA, with the packages of that machine's own Python.

@@ -1,12 +1,15 @@
 """The package as a stranger gets it: built, checked, installed into environments of its own, used from an empty folder.
 
-    python tests/install/check_install.py       (make test-install; a few minutes a cell)
+    python tests/install/check_install.py --dependencies pinned       (make test-install; a few minutes a cell)
     python tests/install/check_install.py --python 3.12 --dependencies lowest
+    python tests/install/check_install.py                             (make test-matrix)
 
 Runs on the standard library alone. The sdist is built and checked, and the wheel is made of it. Then every cell of a
 matrix is tried: each Python of 3.11 to 3.13 that is found, with the versions of constraints.txt ("pinned"), with the
 lowest that pyproject.toml allows, and with the newest. The first cell tries every extra and the demo, the others the
 core, trees and packed models. torch is installed once a cell; each extra of the first borrows from that environment.
+An environment is removed as soon as it has been tried, and nothing is kept in pip's cache: the lowest and the newest
+torch may bring gigabytes of CUDA libraries, and a cell that the disk has no room for is refused before it begins.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ BUILD = ROOT / "build"
 WORK = BUILD / "install"
 PYTHONS = ("3.11", "3.12", "3.13")
 DEPENDENCIES = ("pinned", "lowest", "newest")
+NEEDED_GB = {"pinned": 5, "lowest": 16, "newest": 16}  # while a cell is installed; torch from a registry brings CUDA
 NOT_SHIPPED = {".nbc", ".nbi", ".pyc"}
 MODEL = "import torch, bitplan; bitplan.save_packed(torch.nn.Linear(256, 256), 'model.safetensors')"
 TREES = """
@@ -77,7 +81,9 @@ def main() -> None:
     expect(bool(cells), f"no Python of {', '.join(options.python)} was found")
     for number, (version, dependencies) in enumerate(cells):
         say(f"Python {version}, {dependencies} dependencies")
+        check_room(dependencies)
         try_cell(pythons[version], f"{version}-{dependencies}", wheel, dependencies, whole=number == 0)
+        shutil.rmtree(WORK / f"{version}-{dependencies}")
     shutil.rmtree(WORK)
     say(f"{len(cells)} of {len(PYTHONS) * len(DEPENDENCIES)} cells work: {', '.join('-'.join(cell) for cell in cells)}")
 
@@ -110,6 +116,12 @@ def find_pythons(versions: list[str]) -> dict[str, str]:
     return interpreters
 
 
+def check_room(dependencies: str) -> None:
+    free, needed = shutil.disk_usage(WORK).free / 1e9, NEEDED_GB[dependencies]
+    hint = f"free some of {WORK}'s disk, or try fewer cells with --dependencies pinned"
+    expect(free >= needed, f"a cell with {dependencies} dependencies needs {needed} GB, {free:.1f} are free: {hint}")
+
+
 def version_of(python: str) -> str:
     code = "import sys, venv, ensurepip; print('%d.%d' % sys.version_info[:2])"
     answer = subprocess.run([python, "-c", code], capture_output=True, text=True)
@@ -135,6 +147,7 @@ def try_cell(python: str, name: str, wheel: Path, dependencies: str, *, whole: b
         run([env, "-c", IMPORT_ALL, extra])
         if extra == "trees":
             run_demo(env)
+        shutil.rmtree(WORK / f"{name}-{extra}")
 
 
 def constraints_for(wheel: Path, dependencies: str) -> Path | None:
@@ -211,7 +224,20 @@ def install(pip_of: str, what: str, constraints: Path | None, into: str | None =
     say(f"install {Path(what).name}")
     there = ["--python", into] if into else []
     kept_to = ["-c", str(constraints)] if constraints else []
-    run([pip_of, "-m", "pip", *there, "install", "--quiet", "--disable-pip-version-check", *kept_to, what])
+    run(
+        [
+            pip_of,
+            "-m",
+            "pip",
+            *there,
+            "install",
+            "--quiet",
+            "--no-cache-dir",
+            "--disable-pip-version-check",
+            *kept_to,
+            what,
+        ]
+    )
 
 
 def use_verbs(python: str) -> None:
