@@ -159,6 +159,12 @@ class _PackedLayer(DynamicLayer):  # type: ignore[misc]
             self._hold(keys, values, key_states.shape[-2])
         return keys.numbers(), values.numbers()
 
+    def reset(self) -> None:
+        """Drop all tokens: transformers before 5.20 would zero the numbers in place and keep their count."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()
+
     def _hold(self, keys: PackedRows, values: PackedRows, _tokens: int) -> None:
         self.keys, self.values = keys, values
 
