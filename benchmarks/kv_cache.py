@@ -3,9 +3,10 @@
     python benchmarks/kv_cache.py [--cases 32768x1,131072x1,32768x16,131072x16] [--formats int8,fp8,int4,int8:int4]
 
 A llama of the 8B's shape with fewer layers (the row says how many) and random BF16 weights. The cache is filled with
-random keys and values of the context, then tokens are made one by one, in turns: transformers' dynamic cache (BF16), and
-bitplan's in each format, attended to as codes (`round_kv`), or decoded layer by layer ("decoded", int8 alone). Times are
-the host's clock around four tokens and their synchronization; ratios are BF16's time over an arm's, medians of turns.
+random keys and values of the context, then tokens are made one by one, in turns: transformers' dynamic cache (BF16),
+and bitplan's in each format, attended to as codes (`round_kv`), or decoded layer by layer ("decoded", int8 alone).
+Times are the host's clock around four tokens, to the end of the GPU's work; ratios are BF16's time over an arm's,
+medians of turns.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One new token attends to keys and values in formats on a GPU, without decoding the cache: codes are read, not numbers.
+"""One new token attends to keys and values in formats on a GPU, where codes are read and the cache is not decoded.
 
 A layer's cache is memory with spare room (`JoinedRows`), so that a token is written behind the others and nothing is
 copied. Three kernels run for a token: it is rounded and written; each program attends to a chunk of the tokens before,
@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitplan.base.errors import MeasureError
 from bitplan.base.loops.launch import INTERPRETED, PreparedLaunch
 from bitplan.formats import Format
 from bitplan.formats.triton_codec import ENCODERS
@@ -83,6 +84,12 @@ class JoinedRows:
     capacity: int = 0
     parts: list[dict[str, Tensor]] = field(default_factory=lambda: [{}, {}])
     launches: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        raise MeasureError(
+            f"a model's attention asked a cache of codes for its {name}: it was made for a model that reads codes; "
+            "call round_kv(model, formats), or start with a new cache"
+        )
 
     def rows(self, which: int) -> dict[str, Tensor]:
         """The parts of the keys (0) or values (1) that are there."""
@@ -459,9 +466,9 @@ def attend(
         )
         if is_row and not unknown:
             return key.attend(query, attention_mask, scale), None
-        rows = key
         from bitplan.packed.kv_cache import PackedRows
 
+        rows = key
         key, value = (
             PackedRows(fmt, rows.width, rows.dtype, rows.rows(which)).numbers()
             for which, fmt in enumerate(rows.formats)
