@@ -64,11 +64,8 @@ class SharedCount:
     count: int = -1
 
     def on(self, device: torch.device, count: int) -> Tensor:
-        if self.tensor is None or self.tensor.device != device:
+        if self.tensor is None or self.count != count or self.tensor.device != device:
             self.tensor, self.count = torch.full((1,), count, dtype=torch.int32, device=device), count
-        if self.count != count:
-            self.tensor.fill_(count)
-            self.count = count
         return self.tensor
 
 
@@ -113,7 +110,8 @@ class JoinedRows:
             shapes = {"data": (fmt.data_cols(self.width), fmt.storage), "scales": (scales, fmt.scales.dtype)}
             grown = {}
             for name, (cols, dtype) in shapes.items():
-                grown[name] = torch.empty(batch, heads, capacity, cols, dtype=dtype, device=device)
+                with torch.inference_mode(False):  # or only that mode could write to it
+                    grown[name] = torch.empty(batch, heads, capacity, cols, dtype=dtype, device=device)
                 if self.tokens:
                     old = self.parts[which][name][:, :, : self.tokens]
                     grown[name][:, :, : self.tokens].view(torch.uint8).copy_(old.view(torch.uint8))
