@@ -212,7 +212,7 @@ class _JoinedLayer(_PackedLayer):
             return self._rows, self._rows
         tokens = self._rows.tokens + key_states.shape[-2]
         for which, rows in enumerate((key_states, value_states)):
-            self._rows.extend(which, kv_attention.encode_rows(rows, self.formats[which]), tokens)
+            self._rows.extend(which, kv_attention.encode_rows(rows, self._rows.formats[which]), tokens)
         self._rows.tokens = tokens
         return self.keys.numbers(), self.values.numbers()
 
