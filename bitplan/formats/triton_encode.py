@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.formats.format import Format
 from bitplan.formats.triton_numbers import (
     Launch,
@@ -58,29 +59,29 @@ def encode_rows(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) ->
     data, scales = _empty_parts(matrix_RC, fmt)
     if not matrix_RC.numel():
         return data, scales.zero_()
-    launch = launch or ROWS
-    rows, cols = matrix_RC.shape
+    element, source = element_name(fmt, matrix_RC.device), float_name(matrix_RC.dtype)
+    _rows_launch(matrix_RC.shape, fmt, element, source, launch or ROWS)(matrix_RC, data, scales)
+    return data, scales
+
+
+@functools.lru_cache(4096)
+def _rows_launch(shape: tuple[int, int], fmt: Format, element: str, source: str, launch: Launch) -> PreparedLaunch:
+    """A launch without its tensors: inputs of products are encoded in every call of a layer."""
+    rows, cols = shape
     wide = max(16, triton.next_power_of_2(cols) if cols <= LONGEST_ROW_HELD else launch.numbers)
     tall = max(1, launch.numbers // wide)
-    with device_of(matrix_RC):
-        _encode_rows[(triton.cdiv(rows, tall),)](
-            as_bits(matrix_RC),
-            as_bits(data),
-            scales,
-            rows,
-            cols,
-            LARGEST=largest(fmt),
-            LARGEST_SCALE=largest_scale(fmt),
-            ELEMENT=element_name(fmt, matrix_RC.device),
-            SOURCE=float_name(matrix_RC.dtype),
-            TALL=tall,
-            WIDE=wide,
-            PIECES=triton.cdiv(cols, wide),
-            VECTOR=min(launch.vector or 16, wide),
-            num_warps=_warps_for(wide * tall, launch),
-            enable_fp_fusion=False,
-        )
-    return data, scales
+    constants = {
+        "LARGEST": largest(fmt),
+        "LARGEST_SCALE": largest_scale(fmt),
+        "ELEMENT": element,
+        "SOURCE": source,
+        "TALL": tall,
+        "WIDE": wide,
+        "PIECES": triton.cdiv(cols, wide),
+        "VECTOR": min(launch.vector or 16, wide),
+    }
+    options = {"num_warps": _warps_for(wide * tall, launch), "enable_fp_fusion": False}
+    return PreparedLaunch(_encode_rows, (triton.cdiv(rows, tall),), (rows, cols), constants, **options)
 
 
 def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
