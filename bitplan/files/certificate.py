@@ -48,6 +48,7 @@ SEARCH_FILES = (
     *("evidence.json", "evidence.safetensors", "statistics.safetensors"),
     *(PLAN_NAME, "front.json", "report.html"),
 )
+PACKED_PLAN = "bitplan_plan.json"  # of a packed folder
 MOST_EVIDENCE_BYTES = 2**22  # a larger document of a search is left out of the certificate
 _HASH = Kind("64 hexadecimal digits", lambda value: type(value) is str and bool(re.fullmatch("[0-9a-f]{64}", value)))
 _KEYS = {
@@ -111,13 +112,16 @@ def evidence_of_search(plan: Path) -> Path | None:
 
 def proven_otherwise(plan: Path) -> str | None:
     """A warning for a plan that is applied without the statistics that it was proven with; None for other plans."""
-    facts = search_facts(plan)
-    if facts is None or facts["nearest"] is None:
+    facts, folder = search_facts(plan), search_folder(plan)
+    if facts is None or folder is None:
         return None
-    folder = plan if plan.is_dir() else plan.parent
+    kl = "its KL was not measured" if facts["nearest"] is None else f"it has {facts['nearest']['kl']:.4g}"
+    step = f"with the folder {folder} as the plan they are taken along"
+    if not (folder / "evidence.safetensors").is_file():
+        step = f"they are no longer there: bring evidence.safetensors back into {folder}, or search again"
     return (
         f"{plan}: the plan was proven with statistics of its text, KL {facts['measured']['kl']:.4g}, and without them "
-        f"it has {facts['nearest']['kl']:.4g} on the same text; `bitplan quantize --plan {folder}` takes them along"
+        f"{kl} on the same text; {step}"
     )
 
 
@@ -138,6 +142,7 @@ def certificate_of(
     evidence: Path | None = None,
     scale_rule: str | None = None,
     held: bool = False,
+    proof: tuple[Plan, dict[str, Any]] | None = None,
     config: Mapping[str, Any] | None = None,
     holds_plan: bool,
 ) -> dict[str, Any]:
@@ -147,12 +152,15 @@ def certificate_of(
     files       those of its weights
     evidence    the statistics by which they were rounded
     held        they are as a model in memory held them
+    proof       `proof_of` the source: what a search proved stays proven where every weight keeps its format
     config      of the model, which may name its repository
     holds_plan  the plan is a part of it, where no file beside has it
     """
     search = None
     if evidence is not None and (folder := search_folder(evidence)) is not None:
         search = search_facts(folder) if has_formats_of(plan, Plan.load(folder / PLAN_NAME)) else None
+    elif evidence is None and proof is not None and has_formats_of(plan, proof[0]):
+        search = proof[1]
     text = plan.to_json()
     rounding = {"held": True} if held else {"scale_rule": scale_rule}
     return {
@@ -267,6 +275,28 @@ def read_certificate(path: Path, text: str | None) -> dict[str, Any] | None:
     reader.version(document, VERSION)
     certificate: dict[str, Any] = reader.keys("", document, _KEYS, tuple(key for key in _KEYS if key not in _OPTIONAL))
     return certificate
+
+
+def proof_of(source: Path, text: str | None, files: Sequence[Path]) -> tuple[Plan, dict[str, Any]] | None:
+    """What a search proved of a source that bitplan wrote, with its plan; None where there is none, or a byte changed.
+
+    text    the certificate in a file's metadata
+    files   those of its weights
+    """
+    folder = source if source.is_dir() else source.parent
+    target = folder if (folder / EVIDENCE_FILE).is_file() else source
+    try:
+        certificate = read_certificate(target, text)
+        if certificate is None or certificate["search"] is None or (target.is_dir() and search_folder(target)):
+            return None
+        holder = target / EVIDENCE_FILE if target.is_dir() else files[0]
+        if not is_sealed(holder, certificate) or byte_findings(target, certificate, files):
+            return None
+        if "plan" in certificate:
+            return Plan.from_document(certificate["plan"], where=str(target)), certificate["search"]
+        return Plan.load(target / PACKED_PLAN), certificate["search"]
+    except (BitplanError, UnicodeError):
+        return None
 
 
 def earlier_certificate(folder: Path) -> dict[str, Any] | None:

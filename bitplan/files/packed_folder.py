@@ -38,7 +38,7 @@ from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
-from bitplan.files.certificate import EVIDENCE_FILE, settled_certificate, write_certificate
+from bitplan.files.certificate import EVIDENCE_FILE, PACKED_PLAN, settled_certificate, write_certificate
 from bitplan.files.model_card import CARD, PICTURE, is_card_of_ours, write_card
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
@@ -58,7 +58,7 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 WHOLE, INDEX = "model.safetensors", f"model{INDEX_SUFFIX}"
 REPLACED = "replaced"  # a folder for files of a model that another one replaced
-PLAN = "bitplan_plan.json"
+PLAN = PACKED_PLAN
 # A library that does not know the method prints it: so it says what to do. Earlier versions wrote the name alone.
 QUANT_METHOD = "bitplan; import bitplan.transformers before from_pretrained"
 QUANT_METHODS = (QUANT_METHOD, "bitplan")

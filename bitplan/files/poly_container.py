@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.base.errors import StoreError
 from bitplan.files.safetensors import INDEX_SUFFIX
+from bitplan.files.tensor_bytes import CERTIFICATE
 from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer, spec_of
 
 if TYPE_CHECKING:
@@ -34,6 +35,10 @@ class PolyTensors(TensorFile):
         return self.network.tensors[name]
 
     @property
+    def certificate(self) -> str | None:
+        return self.network.document.get(CERTIFICATE)
+
+    @property
     def has_checksums(self) -> bool:
         return self.network.has_checksums
 
@@ -50,6 +55,9 @@ class PolyJson(Container):
     suffix = ".json"
     file_type = PolyTensors
 
+    def certificate_entry(self, text: str) -> dict[str, Any]:
+        return {CERTIFICATE: text}
+
     def recognises(self, path: Path, head: bytes) -> bool:
         return head[:1] == b"{" and not path.name.endswith(INDEX_SUFFIX)
 
@@ -59,16 +67,16 @@ class PolyJson(Container):
     ) -> Iterator[Writer]:
         from bitplan.files.poly_network import PolyNetwork, write_poly_json
 
-        if metadata:
-            raise StoreError(
-                f"{path}: network JSON holds no metadata, got {next(iter(metadata))!r}; write .safetensors"
-            )
+        others = [key for key in metadata if key != CERTIFICATE]
+        if others:
+            raise StoreError(f"{path}: network JSON holds no metadata, got {others[0]!r}; write .safetensors")
         writer = _PolyWriter()
         yield writer
         missing = [spec.name for spec in tensors if spec.name not in writer.tensors]
         if missing:
             raise StoreError(f"{path}: {len(missing)} tensors were promised and never came, {missing[0]!r} first")
-        write_poly_json(path, PolyNetwork.from_tensors({spec.name: writer.tensors[spec.name] for spec in tensors}))
+        written = {spec.name: writer.tensors[spec.name] for spec in tensors}
+        write_poly_json(path, PolyNetwork.from_tensors(written, metadata.get(CERTIFICATE)))
 
 
 class _PolyWriter:

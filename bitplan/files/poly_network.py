@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import json
 import math
 import re
@@ -54,6 +55,7 @@ from torch import Tensor
 from bitplan.base.documents import FLAG, LIST, MAX_RANK, NUMBER, OBJECT, SHAPE, SIZE, STRING, TEXT, Kind, Reader, show
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.records import atomic_file, check_input, read_json
+from bitplan.files.tensor_bytes import CERTIFICATE, SEAL
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import decode, encode
 from bitplan.formats.registry import DTYPE_NAMES
@@ -176,15 +178,16 @@ class PolyNetwork:
     has_checksums: bool = False
 
     @classmethod
-    def from_tensors(cls, tensors: Mapping[str, Weights]) -> PolyNetwork:
-        """A network of one cell with a Dense layer per tensor, in the order given.
+    def from_tensors(cls, tensors: Mapping[str, Weights], certificate: str | None = None) -> PolyNetwork:
+        """A network of one cell with a Dense layer per tensor, in the order given, and what it was made of.
 
         Dense treats its tensor as [first axis, all others], a vector as one row. Plain tensors must be of a float type
         that files know.
         """
         layers = [_layer_of(name, _exportable(name, item), index) for index, (name, item) in enumerate(tensors.items())]
         cell = {"depth": 1, "rows": 1, "cols": 1, "layers_per_cell": len(layers)}
-        document = {"codec": CODEC, "id": "bitplan", **cell, "layers": layers}
+        said = {} if certificate is None else {CERTIFICATE: certificate}
+        document = {"codec": CODEC, **said, "id": "bitplan", **cell, "layers": layers}
         return _NetworkReader("network 'bitplan'", document).network()
 
 
@@ -204,18 +207,25 @@ def write_poly_json(path: str | Path, network: PolyNetwork) -> None:
     """Write a network's document atomically; a document that could not be read back is refused.
 
     The text is ASCII, indented by two, keys in the document's order: reading and writing a file of ours gives the same
-    bytes.
+    bytes. A fresh certificate gets the file's hash.
     """
     _NetworkReader(str(path), network.document).tensors()
+    seal, digest, seal_at = SEAL.encode(), hashlib.sha256(), None
     with atomic_file(path) as file:
-        for piece in json.JSONEncoder(indent=2, allow_nan=False).iterencode(network.document):
-            file.write(piece.encode("ascii"))
-        file.write(b"\n")
+        for piece in (*json.JSONEncoder(indent=2, allow_nan=False).iterencode(network.document), "\n"):
+            raw = piece.encode("ascii")
+            if seal_at is None and seal in raw:
+                seal_at = file.tell() + raw.index(seal)
+            digest.update(raw)
+            file.write(raw)
         if file.tell() > MAX_FILE_BYTES:
             raise StoreError(
                 f"{path}: the network takes {file.tell()} bytes as JSON, which is too large to be read back "
                 f"(limit {MAX_FILE_BYTES}); use safetensors for weights of this size"
             )
+        if seal_at is not None:
+            file.seek(seal_at)
+            file.write(digest.hexdigest().encode())
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -271,6 +281,7 @@ _SHAPE = Kind(
 _CODE = Kind("an integer from 0 to 2^64 - 1", lambda value: type(value) is int and 0 <= value < 2**64)
 
 _NETWORK_KEYS = {"id": STRING, **dict.fromkeys(("depth", "rows", "cols", "layers_per_cell"), SIZE), "layers": LIST}
+_OUR_KEYS = {"codec": STRING, CERTIFICATE: STRING}
 _REQUIRED_KEYS = {**dict.fromkeys("zyxl", SIZE), **dict.fromkeys(("type", "activation", "dtype"), STRING)}
 _PLANE_SIZES = ("input_height", "input_width", "input_depth", "output_height", "output_width", "output_depth")
 _CONV_SIZES = ("input_channels", "filters", "kernel_size", "stride", "padding", "output_padding")
@@ -310,7 +321,7 @@ class _NetworkReader:
 
     def tensors(self) -> Mapping[str, Weights]:
         """Name -> weights of every layer that has some, in file order."""
-        self.reader.keys("", self.document, _NETWORK_KEYS | ({"codec": STRING} if self.ours else {}), _NETWORK_KEYS)
+        self.reader.keys("", self.document, _NETWORK_KEYS | (_OUR_KEYS if self.ours else {}), _NETWORK_KEYS)
         tensors: dict[str, Weights] = {}
         version = None if self.ours else self._version()
         for path, layer in self._layers("layers", self.document["layers"], 1):

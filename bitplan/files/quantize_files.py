@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from bitplan.base.errors import FormatError, StoreError
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
-from bitplan.files.certificate import certificate_of
+from bitplan.files.certificate import certificate_of, proof_of
 from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
 from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import container_for, open_tensors, require_container
@@ -323,6 +323,7 @@ class Quantization(Closing):
                 self._file.files,
                 evidence=used,
                 scale_rule=scale_rule,
+                proof=proof_of(source, self._file.certificate, self._file.files),
                 config=None if contents is None else contents.config,
                 holds_plan=contents is None or contents.plan is None,
             )

@@ -12,6 +12,7 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 import bitplan
 from bitplan import open_tensors, search
@@ -20,6 +21,7 @@ from bitplan.cli import run
 from bitplan.files.certificate import CARD, EVIDENCE_FILE, read_certificate
 from bitplan.files.engines.targets import export_model
 from bitplan.files.gpt_oss import convert_gpt_oss, make_checkpoint
+from bitplan.files.poly_network import read_poly_json, write_poly_json
 from bitplan.files.quantize_files import QuantizeOptions, quantize_file
 from bitplan.plan import Plan
 from bitplan.searching.goal import SearchError
@@ -286,3 +288,39 @@ def test_the_plan_of_a_converted_gpt_oss_says_what_was_done(gpt_oss):
 def safetensors_of(path: Path) -> list[torch.Tensor]:
     with safe_open(path, "pt") as file:
         return [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 (no dictionary)
+
+
+def test_a_network_of_json_has_a_certificate(tmp_path):
+    weights = {"w": torch.arange(64.0).reshape(2, 32)}
+    save_file(weights, tmp_path / "in.safetensors")
+    quantize_file(tmp_path / "in.safetensors", tmp_path / "out.json", "mxfp4")
+    result = verify_model(tmp_path / "out.json", source=tmp_path / "in.safetensors")
+    assert result.findings == []
+    assert result.held[0] == "every byte is as it was written"
+    raw = (tmp_path / "out.json").read_bytes()
+    write_poly_json(tmp_path / "again.json", read_poly_json(tmp_path / "out.json"))
+    assert (tmp_path / "again.json").read_bytes() == raw
+    at = raw.index(b'"layers_per_cell": 1')
+    (tmp_path / "out.json").write_bytes(raw[:at] + b'"layers_per_cell": 2' + raw[at + 20 :])
+    assert [finding.code for finding in verify_model(tmp_path / "out.json").findings] == ["bytes"]
+
+
+def test_what_a_search_proved_stays_with_weights_that_are_exported_again(written, tmp_path):
+    evidence = written / "found" / "evidence.safetensors"
+    quantize_file(written / "llama", tmp_path / "proven", Plan.load(written / "found"), evidence=evidence)
+    proven = certificate_in(tmp_path / "proven")["search"]
+    assert proven["measured"]["kl"] > 0
+    for name in ("file.safetensors", "kept"):
+        quantize_file(tmp_path / "proven", tmp_path / name, Plan.load(written / "found"))
+    for name in ("file.safetensors", "kept"):
+        assert certificate_in(tmp_path / name)["search"] == proven
+        assert verify_model(tmp_path / name, source=tmp_path / "proven").findings == []
+    assert f"KL from the model {proven['measured']['kl']:.4g}" in (tmp_path / "kept" / CARD).read_text()
+    export_model(tmp_path / "proven", tmp_path / "other", "hf", "bfloat16")
+    assert certificate_in(tmp_path / "other")["search"] is None
+    weights = tmp_path / "proven" / "model.safetensors"
+    raw = bytearray(weights.read_bytes())
+    raw[-1] ^= 1
+    weights.write_bytes(raw)
+    quantize_file(tmp_path / "proven", tmp_path / "changed", Plan.load(written / "found"))
+    assert certificate_in(tmp_path / "changed")["search"] is None

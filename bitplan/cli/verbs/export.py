@@ -64,7 +64,7 @@ def export(
 
     Example: bitplan export llama llama.gguf --to gguf --format q4_k_gguf
     """
-    from bitplan.files.certificate import evidence_of_search
+    from bitplan.files.certificate import evidence_of_search, proven_otherwise
     from bitplan.files.engines.targets import TARGETS, ExportRequest, prepare_export
     from bitplan.plan import Plan, open_manifest
     from bitplan.plan.format_choices import Wanted
@@ -78,8 +78,10 @@ def export(
     if to is None and output.suffix != ".gguf":
         raise typer.BadParameter(f"give --to, for which engine {output} is: {', '.join(TARGETS)}")
     given: Wanted = fmt or {}
-    if plan is not None and evidence is None and scale_rule is None:
-        evidence = evidence_of_search(plan)
+    proven = None
+    if plan is not None and evidence is None:
+        evidence = evidence_of_search(plan) if scale_rule is None else None
+        proven = proven_otherwise(plan) if evidence is None else None
     if plan is not None:
         given = Plan.load(plan)
     elif manifest is not None:
@@ -102,6 +104,7 @@ def export(
         to or "gguf",
     )
     report = prepared.report
+    report.notes += [] if proven is None else [proven]
     try:
         if not dry_run:
             with progress("exporting", report.nbytes, amount=human_bytes) as advance:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure, stamps_of
-from bitplan.files.certificate import certificate_of, written_plan
+from bitplan.files.certificate import certificate_of, proof_of, written_plan
 from bitplan.files.describe_files import describe_tensors
 from bitplan.files.engines.gguf_names import evidence_of, fit_names
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
@@ -245,6 +245,7 @@ class FolderExport:
             self._file.files,
             evidence=evidence,
             scale_rule=self._request.scale_rule,
+            proof=proof_of(self._request.source, self._file.certificate, self._file.files),
             config=self._config,
             holds_plan=True,
         )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import require_unchanged, stamps_of
-from bitplan.files.certificate import certificate_of, written_plan
+from bitplan.files.certificate import certificate_of, proof_of, written_plan
 from bitplan.files.engines.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors, text
 from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
@@ -275,6 +275,7 @@ class GGUFExport:
             self._file.files,
             evidence=None if request.evidence is None else evidence_file(request.evidence),
             scale_rule=request.scale_rule,
+            proof=proof_of(request.source, self._file.certificate, self._file.files),
             holds_plan=True,
         )
         with write_parts(request.output, promises, self._metadata, request.part_bytes, certificate) as writer:

@@ -66,7 +66,7 @@ def test_quantize_takes_the_evidence_of_a_search_along_and_warns_without(capsys)
     warning = " ".join(capsys.readouterr().err.split())
     figures = f"proven with statistics of its text, KL {front['plan']['kl']:.4g}, and without them it has "
     assert figures + f"{front['nearest']['kl']:.4g}" in warning
-    assert "`bitplan quantize --plan out` takes them along" in warning
+    assert "with the folder out as the plan they are taken along" in warning
     assert json.loads(Path("bare/bitplan_evidence.json").read_text())["search"] is None
 
 
