@@ -188,8 +188,8 @@ class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(256, dtype=torch.bfloat16)
-        self.up = QuantLinear(packed("mxfp4", 64, 256), strategy="fp8", inputs="fp8")
-        self.down = QuantLinear(packed("int8_row", 256, 64), normal(256), strategy="decode", inputs="int8_row")
+        self.up = QuantLinear(packed("mxfp4", 256, 256), strategy="fp8", inputs="fp8")
+        self.down = QuantLinear(packed("int8_row", 256, 256), normal(256), strategy="decode", inputs="int8_row")
         self.out = QuantLinear(packed("fp8_e4m3_row", 64, 256), normal(64).bfloat16(), strategy="fp8", inputs="fp8")
 
     def forward(self, x: Tensor) -> Tensor:
@@ -220,7 +220,7 @@ def test_the_compiler_joins_casts_with_what_comes_before(monkeypatch: pytest.Mon
     assert code.count("bitplan_functions['e4m3_rows']") == 1
     assert code.count("bitplan_calls[('decode', 'int8_row'") == 1
     assert "input=" not in code.replace("assert_size_stride", "")
-    assert code.count("async_compile.cpp_pybinding(") <= 4  # norm and cast, activation and cast, sum and cast, bias
+    assert code.count("async_compile.cpp_pybinding(") <= 5  # casts with what is before them, sums with biases, a bias
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
