@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -153,7 +154,7 @@ def boost(
     span = Span.of(len(rows.x), shards)
     if settings.by_gradient and (settings.device != "cpu" or shards.count > 1):
         raise TreesError("sampling: rows are drawn by gradient on the CPU, in one process; set sampling='uniform'")
-    grow_on = _grower_of(settings, categorical, shards)
+    grow_on = _grower_of(settings, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
     if len(rows.x) > SAMPLE_ROWS:
         give_back_memory()
@@ -188,7 +189,7 @@ def _first_scores(rows: Rows, booster: Booster) -> Array:
     return booster.scores(rows.x) if rows.first_scores is None else rows.first_scores.copy()
 
 
-def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> type[TreeGrower]:
+def _grower_of(settings: BoostSettings, shards: Shards) -> Callable[..., TreeGrower]:
     """What grows trees on the device asked for; refuses what it cannot do."""
     if settings.device == "cpu":
         return TreeGrower
@@ -196,8 +197,8 @@ def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> t
     from bitplan.trees.cuda import grower, limits  # needs Triton
 
     limits.find_device()
-    limits.refuse_unsupported(settings.precision, settings.rules, categorical, shards.count)
-    return grower.CudaTreeGrower
+    limits.refuse_processes(shards.count)
+    return partial(grower.CudaTreeGrower, precision=settings.precision)
 
 
 def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: BoostSettings) -> Any:
@@ -207,7 +208,7 @@ def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: 
         from bitplan.trees.cuda.scores import has_gradients
 
         if has_gradients(objective):
-            return bin_on_card(x, bins)
+            return bin_on_card(x, bins, settings.precision is GradientPrecision.F32)
     return bin_rows(x, bins)
 
 

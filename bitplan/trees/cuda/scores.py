@@ -55,7 +55,7 @@ class CudaScores:
         rules: GrowthRules,
     ) -> None:
         self._objective, self._y, self._weights, self._grower = objective, y, weights, grower
-        self._ends, self._renews, self._rules = QUANTIZED[precision].ends, renew_leaves, rules
+        self._precision, self._renews, self._rules = precision, renew_leaves, rules
         device = self._device = grower.device
         count, outputs = scores.shape
         check_memory(device, count, grower.features, count * (16 * outputs + (8 if len(weights) else 0) + 8))
@@ -94,7 +94,7 @@ class CudaScores:
             kernels.binary[grid](*pointers, self._doubtful, count, **shape)
         else:
             factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
-            kernels.softmax[grid](*pointers, self._doubtful, factor, count, CLASSES=outputs, **shape)
+            kernels.softmax[grid](*pointers, self._doubtful, factor, count, outputs, **shape)
 
     def _look(self) -> tuple[int, Array]:
         """How many rows are doubtful; for each output the largest gradient and hessian."""
@@ -119,10 +119,13 @@ class CudaScores:
         self._hess[:, rows] = torch.from_numpy(hess).to(self._device)
 
     def prepare(self, output: int, key: int | None) -> CudaGradients:
-        parts, few = (self._grads[output], self._hess[output]), few_of(len(self._y))
+        parts, tops = (self._grads[output], self._hess[output]), self._tops[output].tolist()
+        if self._precision is GradientPrecision.F32:
+            return CudaGradients(*parts, *units(*tops, len(self._y)), key, precise=True)
+        few, ends = few_of(len(self._y)), QUANTIZED[self._precision].ends
         scales = [
             far_scale(_Magnitudes(part), top, end, far, few)
-            for part, top, end, far in zip(parts, self._tops[output].tolist(), self._ends, FAR_SUMS, strict=True)
+            for part, top, end, far in zip(parts, tops, ends, FAR_SUMS, strict=True)
         ]
         return CudaGradients(*parts, scales[0], scales[1], key)
 
@@ -144,7 +147,7 @@ class CudaScores:
         self._grower.launch_on_leaves(kernels.add_values, values, scores)
         if not len(unused):
             return
-        panels, width = self._grower.panels
+        panels, width, row_bytes = self._grower.panels
         rows = self._there(unused.astype(np.int32))
         tables = [self._there(each) for each in (grown.columns, grown.left_bins, tree.left, tree.right)]
         kernels.walk_rows[(triton.cdiv(len(unused), BLOCK),)](
@@ -156,7 +159,8 @@ class CudaScores:
             len(unused),
             len(self._y),
             self._grower.depth,
-            WIDTH=width,
+            width,
+            row_bytes,
             BLOCK=BLOCK,
             num_warps=4,
             enable_fp_fusion=False,

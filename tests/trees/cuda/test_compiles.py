@@ -19,14 +19,15 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.trees.cuda import binning, kernels, score_kernels
 
-KINDS = dict(bins_ptr="*u8", columns_ptr="*u8", grads_ptr="*i8", hess_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64")
-KINDS |= dict.fromkeys(("numbers_ptr", "y_ptr", "scores_ptr", "weights_ptr", "values_ptr", "factor_ptr"), "*fp64")
-KINDS |= dict.fromkeys(("rows", "features", "count", "blocks", "depth", "first", "row_stride", "feature_stride"), "i32")
-WAVE = dict(WIDTH=14, K=32)
+KINDS = dict(bins_ptr="*u8", columns_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64", weights_ptr="*fp32", sources_ptr="*i32")
+KINDS |= dict.fromkeys(("numbers_ptr", "y_ptr", "scores_ptr", "values_ptr", "factor_ptr"), "*fp64")
+NUMBERS = "rows features columns count blocks parts depth first row_stride feature_stride width row_bytes groups classes"
+KINDS |= dict.fromkeys(NUMBERS.split() + ["categories"], "i32") | dict(per_unit_ptr="*fp64")
 
 
 def build(kernel, warps, **constants):
     names = kernel.arg_names[: -len(constants)]
+    kernel.fn.__name__ in ("squared_error", "binary", "softmax") and KINDS.update(weights_ptr="*fp64")
     assert kernel.arg_names == names + list(constants), kernel
     floats = dict(grads_ptr="*fp32", hess_ptr="*fp32", left_bins_ptr="*u8", left_ptr="*i32", right_ptr="*i32")
     floats |= dict(numbers_ptr="*i32") if kernel is score_kernels.walk_rows else {}
@@ -39,32 +40,35 @@ def build(kernel, warps, **constants):
     options = {"num_warps": warps, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print("compiled", kernel.fn.__name__)
-    return made.asm["ptx"]
+    return made.asm["ptx"], made.metadata.shared
 
 
-ptx = build(kernels.judge_features, 2, K=32, HAS_L1=False)
+ptx, _ = build(kernels.judge_features, 2, PRECISE=False, KIND=kernels.PLAIN, HAS_CATEGORIES=False)
 assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx
 if sys.argv[1] == "all":
-    shared = dict(IN_GROUPS=2, K=32, SHARED=True, TILE=kernels.TILE, TILES=kernels.TILES)
-    ptx = build(kernels.add_rows, 16, WIDTH=14, **shared)
-    assert ptx.count("red.shared.add.u32") == 2 * 14, "two atomics a bin"
-    assert ".local" not in ptx
-    build(kernels.part_rows, 8, **WAVE, BLOCK=1024)
-    build(kernels.pick_features, 1, K=32, WIDE=32)
-    build(kernels.judge_features, 2, K=32, HAS_L1=True)
-    build(kernels.lay_out, 4, WIDTH=14, BLOCK=1024)
-    parts = dict(PARTS=512, BLOCK=1024)
+    shared = dict(SHARED=True, TILE=kernels.TILE, TILES=kernels.TILES)
+    for precise, atomics, cells in ((False, 2 * 16, 32768), (True, 5 * 8, 40960)):
+        ptx, more = build(kernels.add_rows, 16, PRECISE=precise, **shared)
+        assert ptx.count("red.shared.add.u32") == atomics, "for each bin"
+        assert ".local" not in ptx and cells + more <= 49152, (cells, more)
+        build(kernels.part_rows, 8, PRECISE=precise, BLOCK=1024)
+    build(kernels.pick_features, 1, PICKED=kernels.PICKED)
+    for precise, kind in ((False, kernels.WITH_L1), (False, kernels.MONOTONE), (True, kernels.PLAIN)):
+        ptx, _ = build(kernels.judge_features, 2, PRECISE=precise, KIND=kind, HAS_CATEGORIES=True)
+        assert "fma.rn.f64" not in ptx
+    build(kernels.lay_out, 4, BLOCK=1024)
     for kernel in (score_kernels.collect_rows, score_kernels.sum_leaves, score_kernels.add_values):
-        build(kernel, 8, **parts)
+        build(kernel, 8, BLOCK=1024)
+    for precise in (False, True):
+        rounding = dict(PRECISE=precise, STOCHASTIC=True, ALL=True, BLOCK=1024)
+        assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)[0]
+    build(score_kernels.walk_rows, 4, BLOCK=1024)
+    build(score_kernels.find_largest, 4, BLOCK=1024)
+    build(binning.bin_numbers, 4, BLOCK=1024)
     shape = dict(WEIGHTED=True, BLOCK=1024)
     build(score_kernels.squared_error, 4, **shape)
-    assert "fma.rn.f64" in build(score_kernels.binary, 4, **shape), "of exp"
-    build(score_kernels.softmax, 4, CLASSES=3, **shape)
-    rounding = dict(STOCHASTIC=True, ALL=True, BLOCK=1024)
-    assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)
-    build(score_kernels.walk_rows, 4, WIDTH=14, BLOCK=1024)
-    build(score_kernels.find_largest, 4, BLOCK=1024)
-    build(binning.bin_numbers, 4, WIDTH=14, BLOCK=1024)
+    assert "fma.rn.f64" in build(score_kernels.binary, 4, **shape)[0], "of exp"
+    build(score_kernels.softmax, 4, **shape)
 """
 
 
