@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from bitplan.trees.cuda.tables import CudaTable
 from bitplan.trees.gradients import Array
 
 BLOCK = 1024
+OPTIONS: dict[str, Any] = {"num_warps": 4}
 ROWS_AT_ONCE = 2**20  # numbers of these are on the card as they are
 _BINS, _MISSING = tl.constexpr(BINS), tl.constexpr(255)
 
@@ -54,7 +56,7 @@ def copy_bins(data: BinnedRows, precise: bool) -> CudaBins:
         if len(columns) < panels.width:  # of no feature: over all bins, so that no atomics wait for each other
             numbers[len(columns) :] = torch.arange(rows, device=panels.device) & 255
         part = panels.panels[group * rows * row_bytes :]
-        lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, panels.width, row_bytes, BLOCK=BLOCK, num_warps=4)
+        lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, panels.width, row_bytes, BLOCK=BLOCK, **OPTIONS)
     return panels
 
 
@@ -89,7 +91,7 @@ def bin_on_card(x: Array | CudaTable, bins: Bins, precise: bool) -> CudaBins:
             numbers.stride(0),
             numbers.stride(1),
             BLOCK=BLOCK,
-            num_warps=4,
+            **OPTIONS,
         )
     return panels
 

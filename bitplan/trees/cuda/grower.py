@@ -13,7 +13,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from bitplan.base.loops.launch import PreparedLaunch
@@ -21,8 +20,9 @@ from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.cuda import kernels, waves
 from bitplan.trees.cuda import kernels as there
 from bitplan.trees.cuda.binning import CudaBins, copy_bins
+from bitplan.trees.cuda.kernels import BLOCK
 from bitplan.trees.cuda.limits import check_memory, table_bytes
-from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, CudaGradients, collect_rows
+from bitplan.trees.cuda.score_kernels import LEAF_OPTIONS, CudaGradients, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower
@@ -31,9 +31,7 @@ from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import split
 from bitplan.trees.thread_workspace import Growth
 
-BLOCK = 1024  # rows that are partitioned together
-ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of PART_WARPS
-PART_WARPS = 8
+ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of 256
 
 
 @dataclass
@@ -98,19 +96,17 @@ class CudaTreeGrower(TreeGrower):
         features, children, precise = self._features, 2 * self._wave, {"PRECISE": self._precise}
         sizes = self._count, features, self._width
         shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
-        kind = kernels.MONOTONE if np.any(self._monotone) else kernels.WITH_L1 if self._rules.l1 else kernels.PLAIN
-        judging = {**precise, "KIND": kind, "HAS_CATEGORIES": categories > 0}
+        judging = {**precise, "KIND": kernels.kind_of_gains(self._rules), "HAS_CATEGORIES": categories > 0}
         parters, adders = (self._programs(PARTERS),), (self._programs(ADDERS),)
-        blocks, exact = {**precise, "BLOCK": BLOCK}, {"enable_fp_fusion": False}
+        blocks, picked = {**precise, "BLOCK": BLOCK}, {"PICKED": kernels.PICKED}
+        each_feature = (children * features,), (features, categories), judging
         return WaveSteps(
-            PreparedLaunch(kernels.part_rows, parters, sizes, blocks, num_warps=PART_WARPS),
-            PreparedLaunch(kernels.add_rows, adders, (*sizes, self._groups), {**precise, **shared}, num_warps=16),
+            PreparedLaunch(kernels.part_rows, parters, sizes, blocks, **kernels.PART_OPTIONS),
             PreparedLaunch(
-                kernels.judge_features, (children * features,), (features, categories), judging, num_warps=2, **exact
+                kernels.add_rows, adders, (*sizes, self._groups), {**precise, **shared}, **kernels.ADD_OPTIONS
             ),
-            PreparedLaunch(
-                kernels.pick_features, (children,), (features,), {"PICKED": kernels.PICKED}, num_warps=1, **exact
-            ),
+            PreparedLaunch(kernels.judge_features, *each_feature, **kernels.JUDGE_OPTIONS),
+            PreparedLaunch(kernels.pick_features, (children,), (features,), picked, **kernels.PICK_OPTIONS),
         )
 
     # ---- a tree ------------------------------------------------------------------------------------------------------
@@ -263,7 +259,7 @@ class CudaTreeGrower(TreeGrower):
     def launch_on_leaves(self, kernel: Any, *pointers: Tensor) -> None:
         """Run a kernel over the rows of the last tree's leaves."""
         sizes = self._count, len(self._parts), self._blocks
-        shape = {"BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+        shape = {"BLOCK": BLOCK, **LEAF_OPTIONS}
         kernel[(self._programs(PARTERS),)](self._parts, self._sides, *pointers, *sizes, **shape)
 
     def _collect(self, rows: int) -> None:

@@ -24,12 +24,16 @@ Columns of the tables that go to the GPU and come back.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+# ruff: noqa: SIM102  (an `if` of a constant is decided when a kernel is compiled)
 from __future__ import annotations
+
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from bitplan.base.loops.launch import INTERPRETED
+from bitplan.trees.grow import GrowthRules
 
 # ---- columns ---------------------------------------------------------------------------------------------------------
 
@@ -64,6 +68,10 @@ PLAIN, WITH_L1, MONOTONE = range(3)  # how gains are computed
 SCRATCH = 4 * BINS  # numbers of a column of categories: ratios, and cells in another order
 
 
+def kind_of_gains(rules: GrowthRules) -> int:
+    return MONOTONE if rules.monotone.any() else WITH_L1 if rules.l1 else PLAIN
+
+
 def group_bytes(precise: bool) -> int:
     """Bytes of a row in a group of features: one for each of them."""
     return 8 if precise else 16
@@ -91,18 +99,24 @@ NOISE = tl.constexpr(1e-12)  # as `trees.loops.split` has it
 SHARED_CELLS, PRECISE_CELLS = tl.constexpr(4096), tl.constexpr(2048)  # 16 features, and 8
 ROUND = tl.constexpr(1.5 * 2.0**52)  # added and taken away it rounds numbers below 2^51 to whole ones, ties to even
 PICKED = 128  # features that are compared at once
+BLOCK = 1024  # rows that are partitioned together
+# How kernels are compiled; no multiply-adds are fused where a split is judged
+PART_OPTIONS: dict[str, Any] = {"num_warps": 8}
+ADD_OPTIONS: dict[str, Any] = {"num_warps": 16}
+JUDGE_OPTIONS: dict[str, Any] = {"num_warps": 2, "enable_fp_fusion": False}
+PICK_OPTIONS: dict[str, Any] = {"num_warps": 1, "enable_fp_fusion": False}
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit(do_not_specialize=["rows", "width", "row_bytes"])
-def lay_out(columns_ptr, bins_ptr, rows, width, row_bytes, BLOCK: tl.constexpr):
+def lay_out(bytes_ptr, bins_ptr, rows, width, row_bytes, BLOCK: tl.constexpr):
     """Bins of one group of features, given by column, into a group's bytes of a row."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     for place in range(width):
-        bin_ = tl.load(columns_ptr + row + tl.full((), place, tl.int64) * rows, mask=inside, other=0)
+        bin_ = tl.load(bytes_ptr + row + tl.full((), place, tl.int64) * rows, mask=inside, other=0)
         tl.store(bins_ptr + row * row_bytes + byte_of(place, row, width), bin_, mask=inside)
 
 

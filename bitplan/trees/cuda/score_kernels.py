@@ -12,6 +12,7 @@ One round's gradients on the GPU, in float32; they are rounded when a tree enter
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,14 +35,14 @@ LESS, MORE = tl.constexpr(1.0 - 2.0**-49), tl.constexpr(1.0 + 2.0**-49)  # eight
 
 @triton.jit(do_not_specialize=["rows"])
 def squared_error(
-    y_ptr, scores_ptr, weights_ptr, grads_ptr, hess_ptr, rows, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr, scores_ptr, sample_weights_ptr, grads_ptr, hess_ptr, rows, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     grad = tl.load(scores_ptr + row, mask=inside, other=0.0) - tl.load(y_ptr + row, mask=inside, other=0.0)
     hess = tl.full([BLOCK], 1.0, tl.float64)
     if WEIGHTED:
-        hess = tl.load(weights_ptr + row, mask=inside, other=0.0)
+        hess = tl.load(sample_weights_ptr + row, mask=inside, other=0.0)
         grad = grad * hess
     tl.store(grads_ptr + row, grad.to(tl.float32), mask=inside)
     tl.store(hess_ptr + row, hess.to(tl.float32), mask=inside)
@@ -65,11 +66,19 @@ def _list_doubtful(doubtful_ptr, row, is_doubtful):
 
 @triton.jit(do_not_specialize=["rows"])
 def binary(
-    y_ptr, scores_ptr, weights_ptr, grads_ptr, hess_ptr, doubtful_ptr, rows, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr,
+    scores_ptr,
+    sample_weights_ptr,
+    grads_ptr,
+    hess_ptr,
+    doubtful_ptr,
+    rows,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    weight = tl.load(weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
+    weight = tl.load(sample_weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
     y = tl.load(y_ptr + row, mask=inside, other=0.0)
     power = tl.exp(0.0 - tl.load(scores_ptr + row, mask=inside, other=0.0))
     low, high = 1.0 / (1.0 + power * MORE), 1.0 / (1.0 + power * LESS)
@@ -85,7 +94,7 @@ def binary(
 def softmax(
     y_ptr,
     scores_ptr,
-    weights_ptr,
+    sample_weights_ptr,
     grads_ptr,
     hess_ptr,
     doubtful_ptr,
@@ -98,7 +107,7 @@ def softmax(
     """Scores, grads and hess (classes, rows)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    weight = tl.load(weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
+    weight = tl.load(sample_weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
     y, factor = tl.load(y_ptr + row, mask=inside, other=0.0), tl.load(factor_ptr)
     top = tl.load(scores_ptr + row, mask=inside, other=0.0)
     for place in range(1, classes):
@@ -231,7 +240,7 @@ def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, parts, bloc
 
 @triton.jit(do_not_specialize=["count", "rows", "depth", "width", "row_bytes"])
 def walk_rows(
-    numbers_ptr,
+    rows_ptr,
     bins_ptr,
     features_ptr,
     left_bins_ptr,
@@ -249,7 +258,7 @@ def walk_rows(
     """The same for rows that the tree was not grown from: each goes down the tree."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    row = tl.load(numbers_ptr + at, mask=inside, other=0).to(tl.int64)
+    row = tl.load(rows_ptr + at, mask=inside, other=0).to(tl.int64)
     node = tl.zeros([BLOCK], tl.int32)
     for _step in range(depth):
         here = tl.maximum(node, 0)
@@ -263,10 +272,68 @@ def walk_rows(
     tl.store(scores_ptr + row, score + tl.load(values_ptr + leaf), mask=inside)
 
 
+# ---- prediction ------------------------------------------------------------------------------------------------------
+
+
+@triton.jit(do_not_specialize=["count", "trees", "outputs", "set_words", "row_stride", "feature_stride"])
+def add_trees(
+    table_ptr,
+    roots_ptr,
+    leaf_starts_ptr,
+    feature_ptr,
+    values_ptr,
+    limits_ptr,
+    missing_ptr,
+    category_ptr,
+    sets_ptr,
+    left_ptr,
+    right_ptr,
+    scores_ptr,
+    count,
+    trees,
+    outputs,
+    set_words,
+    row_stride,
+    feature_stride,
+    BLOCK: tl.constexpr,
+):
+    """Add to the score of each row and output the values of the leaves that its numbers lead to, tree after tree."""
+    output = tl.program_id(1)
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    score = tl.load(scores_ptr + at * outputs + output, mask=inside, other=0.0)
+    for tree in range(output, trees, outputs):
+        root, leaves = tl.load(roots_ptr + tree), tl.load(leaf_starts_ptr + tree)
+        node = tl.zeros([BLOCK], tl.int32)
+        if tl.load(roots_ptr + tree + 1) == root:
+            node = node - 1  # a single leaf
+        going = tl.sum((node >= 0).to(tl.int32), 0)
+        while going > 0:
+            here = root + tl.maximum(node, 0)
+            where = at * row_stride + tl.load(feature_ptr + here).to(tl.int64) * feature_stride
+            number = tl.load(table_ptr + where, mask=inside, other=0.0).to(tl.float64)
+            goes_left = (number <= tl.load(limits_ptr + here)).to(tl.int32)
+            category = tl.load(category_ptr + here)
+            is_set = (category >= 0) & (number > -1.0) & (number < 32.0 * set_words)
+            code = tl.where(is_set, number, 0.0).to(tl.int64)  # the fraction is cut off
+            word = tl.load(sets_ptr + category.to(tl.int64) * set_words + (code >> 5), mask=is_set, other=0)
+            in_set = ((word >> (code & 31).to(tl.int32)) & 1).to(tl.int32)
+            goes_left = tl.where(category >= 0, in_set, goes_left)
+            goes_left = tl.where(number == number, goes_left, tl.load(missing_ptr + here).to(tl.int32))
+            child = tl.where(goes_left > 0, tl.load(left_ptr + here), tl.load(right_ptr + here))
+            node = tl.where(node >= 0, child, node)
+            going = tl.sum((node >= 0).to(tl.int32), 0)
+        score += tl.load(values_ptr + leaves + (-1 - node))
+    tl.store(scores_ptr + at * outputs + output, score, mask=inside)
+
+
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
 BLOCK = 1024
+# How kernels are compiled, for rows and for rows of leaves
+OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
+LEAF_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
@@ -287,7 +354,7 @@ class CudaGradients:
         inverse = [1.0 / scale if scale else 0.0 for scale in (self.grad_scale, self.hess_scale)]
         key = np.array([self.key or 0], np.uint64).view(np.int64)
         is_all = isinstance(rows, range)
-        numbers = self.grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(device)
+        numbers = self.grads.view(torch.int32) if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(device)
         enter_floats[(triton.cdiv(max(len(rows), 1), BLOCK),)](
             entries,
             weights,
@@ -301,6 +368,5 @@ class CudaGradients:
             STOCHASTIC=self.key is not None,
             ALL=is_all,
             BLOCK=BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
+            **OPTIONS,
         )

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from bitplan.trees.cuda import score_kernels as kernels
+from bitplan.trees.cuda.compiling import GRADIENTS
 from bitplan.trees.cuda.grower import CudaTreeGrower
 from bitplan.trees.cuda.limits import check_memory
 from bitplan.trees.cuda.score_kernels import BLOCK, CudaGradients
 from bitplan.trees.gradients import FAR_SUMS, QUANTIZED, Array, GradientPrecision, far_scale, few_of, largest, units
 from bitplan.trees.grow import Grown, GrowthRules, newton_steps
-from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError
+from bitplan.trees.objectives import Multiclass, Objective, SquaredError
 from bitplan.trees.tree import Tree
 
 LOOKERS = 528  # programs that look for the largest gradient
-# Another objective's gradients are the host's.
-_KNOWN = (SquaredError, Binary, Multiclass)
 
 
 def has_gradients(objective: Objective) -> bool:
-    """Whether the GPU computes them."""
-    return type(objective) in _KNOWN
+    """Whether the GPU computes them; another objective's are the host's."""
+    return type(objective) in GRADIENTS
 
 
 class _Magnitudes:
@@ -86,22 +87,21 @@ class CudaScores:
     def _launch(self) -> None:
         objective, count, outputs = self._objective, len(self._y), len(self._grads)
         pointers = self._y_there, self._scores, self._weights_there, self._grads, self._hess
-        shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+        shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, **kernels.OPTIONS}
         grid = (triton.cdiv(max(count, 1), BLOCK),)
-        if isinstance(objective, SquaredError):
-            kernels.squared_error[grid](*pointers, count, **shape)
-        elif isinstance(objective, Binary):
-            kernels.binary[grid](*pointers, self._doubtful, count, **shape)
-        else:
+        more: tuple[Any, ...] = () if type(objective) is SquaredError else (self._doubtful,)
+        numbers: tuple[int, ...] = (count,)
+        if type(objective) is Multiclass:
             factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
-            kernels.softmax[grid](*pointers, self._doubtful, factor, count, outputs, **shape)
+            more, numbers = (*more, factor), (count, outputs)
+        GRADIENTS[type(objective)][grid](*pointers, *more, *numbers, **shape)
 
     def _look(self) -> tuple[int, Array]:
         """How many rows are doubtful; for each output the largest gradient and hessian."""
         outputs, count = self._grads.shape
         programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if self._device.type == "cuda" else 1
         tops = self._grads, self._hess, self._seen, count
-        kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, num_warps=4)
+        kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, **kernels.OPTIONS)
         seen = self._seen[: self._doubtful_at + 1].cpu().numpy()
         bits = seen[:-1].astype(np.int32).reshape(outputs, 2)
         return int(seen[-1]), bits.view(np.float32).astype(np.float64)
@@ -162,8 +162,7 @@ class CudaScores:
             width,
             row_bytes,
             BLOCK=BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
+            **kernels.OPTIONS,
         )
 
     def _there(self, numbers: Array) -> Tensor:
