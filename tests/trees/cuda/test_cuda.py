@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError
-from bitplan.trees.gradients import GradientsI16
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError
+from bitplan.trees.gradients import GradientPrecision, GradientsI16
 from bitplan.trees.objectives import Binary, Multiclass, SquaredError
 from tests.trees.samples import rules, table
 
