@@ -220,10 +220,10 @@ def test_a_format_of_bitplans_in_the_header(dtype, nbytes, expected):
         (
             llama(),
             r"model\.layers\.1\.self_attn\.k_proj\.weight",
-            "model.layers.1.self_attn.[qkv]_proj.weight",
-            "q/k/v",
+            "model.layers.1.self_attn.[qkv].weight",
+            "qkv",
         ),
-        (llama(), r"model\.layers\.0\.mlp\.up_proj\.weight", "model.layers.0.mlp.[gate/up]_proj.weight", "gate/up"),
+        (llama(), r"model\.layers\.0\.mlp\.up_proj\.weight", "model.layers.0.mlp.[gate_up].weight", "gate_up"),
         (
             mixtral(),
             r"model\.layers\.0\.block_sparse_moe\.experts\.5\.w2\.weight",
