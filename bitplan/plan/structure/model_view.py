@@ -369,7 +369,7 @@ class ModelView:
 
     @cached_property
     def _shown_blocks(self) -> dict[str, str]:
-        """Names to show for blocks; of those that compute the same the first alone has one, for all: `layers.[0..7]`."""
+        """Names to show for blocks; of those that compute the same the first has one, for all: `layers.[0..7]`."""
         shown: dict[str, str] = {}
         for stack in self.stacks:
             for kind in dict.fromkeys(stack.kinds):
