@@ -43,15 +43,21 @@ NUMBER = r"(?<!\d)(?<!\d\.)(?<!e[+-])[+-]?\d+(?:\.\d+)?(?:e[+-]\d+)?"
 def blocks(language):
     """The blocks of a language, but for the tutorial's, each with what the page shows below it; a search is long."""
     return [
-        pytest.param(
-            code, shown, id=f"{page.name}-{number}", marks=[pytest.mark.long] * ("bitplan search " in code)
-        )
+        pytest.param(code, shown, id=f"{page.name}-{number}", marks=[pytest.mark.long] * ("bitplan search " in code))
         for page in PAGES
         if page != TUTORIAL
         for number, (code, shown) in enumerate(
             (code, shown) for kind, code, shown in BLOCK.findall(page.read_text()) if kind == language
         )
     ]
+
+
+def run_python(code):
+    """Run a block in this process, which has torch and transformers loaded already, and return what it prints."""
+    output = io.StringIO()
+    with redirect_stdout(output):
+        exec(compile(code, "<block>", "exec"), {"__name__": "__main__"})
+    return output.getvalue()
 
 
 def run_bash(block):
@@ -105,13 +111,13 @@ def tiny_llama(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tutorial")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        exec(compile(BLOCK.search(TUTORIAL.read_text())[2], TUTORIAL.name, "exec"), {})
+        run_python(BLOCK.search(TUTORIAL.read_text())[2])
     return folder
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory, tiny_llama):
-    """What pages may take for granted: models of a reader's own, a llama's plan and packed twin, the demo's first file."""
+    """What pages may take for granted: a reader's own models, a llama's plan and packed twin, the demo's first file."""
     folder = tmp_path_factory.mktemp("prepared")
     shutil.copytree(tiny_llama, folder, dirs_exist_ok=True)
     (folder / "mymodel").symlink_to(folder / "tiny-llama")
@@ -136,10 +142,7 @@ def prepared(tmp_path_factory, tiny_llama):
 def test_snippet_runs(code, shown, tmp_path, monkeypatch):
     if "from bitplan.trees import" in code:  # here, where compiled loops stay loaded: that takes two seconds
         monkeypatch.chdir(tmp_path)
-        output = io.StringIO()
-        with redirect_stdout(output):
-            exec(compile(code, "<block>", "exec"), {"__name__": "__main__"})
-        printed = output.getvalue()
+        printed = run_python(code)
     else:
         program = Program(code, folder=tmp_path, strict=True)
         assert program.wait() == 0, program.errors
@@ -158,10 +161,7 @@ def test_the_tutorial_runs_and_shows_what_it_prints(tiny_llama, tmp_path, monkey
     shutil.copytree(tiny_llama, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     for language, code, shown in BLOCK.findall(TUTORIAL.read_text())[1:]:
-        if language == "python":
-            exec(compile(code, TUTORIAL.name, "exec"), {})  # here, where torch and transformers are loaded already
-        else:
-            assert_shows(shown, run_bash(code))
+        assert_shows(shown, run_python(code) if language == "python" else run_bash(code))
 
 
 def test_what_is_shown_stands_below_what_prints_it():
