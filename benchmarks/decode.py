@@ -21,6 +21,9 @@ generate   transformers' own `generate` after a prompt of 512 tokens, eager, all
 prompts    prompts of 128 to 8192 tokens through transformers' own llama, eager, all formats in turns
 peers      torchao's weight-only int4 and int8 in the same model, and gemlite's mxfp4, int4 and int8, where installed
 host       microseconds of the host for a call of a layer at 1 and 512 rows
+inputs     inputs in 8 bits (mxfp4@fp8: mxfp4 with inputs in fp8_e4m3_row) beside the same weights with inputs as they
+           are, BF16 and torchao's dynamic float8: prompts of 512, 2048 and 8192 tokens, and 1 and 64 sequences,
+           compiled, in CUDA graphs. Each way is a process; they compile side by side, and are timed in turn
 
 `generate@3b` and `prompts@3b` take the 3B's shape, of which no record is shipped and on which nothing was tuned.
 """
@@ -29,10 +32,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import fcntl
 import gc
 import importlib
+import json
 import signal
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -59,6 +67,8 @@ MODELS = (
 )
 PROMPTS = (128, 512, 1024, 2048, 8192)
 PROMPT = 512
+PREFILLS = (512, 2048, 8192)
+INPUTS = ("bfloat16", "fp8_e4m3_row", "fp8_e4m3_row@fp8", "mxfp4", "mxfp4@fp8", "torchao float8")
 EAGER = ("bfloat16", "mxfp4", "int8_g128", "int4_g32", "nvfp4", "fp8_e4m3_row", "int8_row")
 PEER_SECONDS = 60  # of looking for its launches, after which a peer is given up
 CONTEXT, PREFILL, STEPS = 512, 2048, 8
@@ -77,15 +87,17 @@ def build(size: str, fmt: str, device: str, cache: TileCache | None = None) -> D
     torch.set_default_dtype(default)
     if fmt != "bfloat16":
         pack(model, fmt, cache)
-        fuse_projections(model)
+        fuse_projections(model, (torch.zeros((1, 4), dtype=torch.long, device=device),))
     return model
 
 
 def pack(model: nn.Module, fmt: str, cache: TileCache | None) -> None:
+    weights, _, inputs = fmt.partition("@")
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear:
-                made = QuantLinear.from_linear(child, fmt, cache=cache, name=f"{path}.{name}".lstrip("."))
+                options: Any = {"cache": cache, "inputs": inputs or None, "name": f"{path}.{name}".lstrip(".")}
+                made = QuantLinear.from_linear(child, weights, **options)
                 setattr(module, name, made)
 
 
@@ -449,7 +461,8 @@ def prompts(device: str, size: str = "8b") -> Iterator[Row]:
 
 
 def peers(device: str, size: str = "8b", batches: tuple[int, ...] = (1,)) -> Iterator[Row]:
-    for name, change in (*torchao_ways(), *gemlite_ways(device)):
+    weight_only = (way for way in torchao_ways() if way[0] not in INPUTS)
+    for name, change in (*weight_only, *gemlite_ways(device)):
         with guarded(name), torch.no_grad(), time_limit(PEER_SECONDS):
             model = build(size, "bfloat16", device)
             change(model)
@@ -466,12 +479,90 @@ def peers(device: str, size: str = "8b", batches: tuple[int, ...] = (1,)) -> Ite
         torch.cuda.empty_cache()
 
 
+def inputs(device: str, size: str = "8b", limit_s: float = 140.0) -> list[Row]:
+    """A process for each way of INPUTS; their rows, with the speed as a multiple of BF16's."""
+    began, rows = time.perf_counter(), list[Row]()
+    with tempfile.TemporaryDirectory() as folder:
+        runs = {}
+        for way in INPUTS:
+            output = Path(folder, f"{way.replace(' ', '_')}.json")
+            options = ["--way", way, "--size", size, "--turns", folder, "--device", device, "--output", str(output)]
+            runs[way] = subprocess.Popen([sys.executable, __file__, *options]), output
+        for way, (run, output) in runs.items():
+            try:
+                run.wait(max(1.0, limit_s - (time.perf_counter() - began)))
+            except subprocess.TimeoutExpired:
+                run.kill()
+                faults.append(f"{way}: not ready after {limit_s} s")
+            if output.exists():
+                document = json.loads(output.read_text())
+                rows += document["rows"]
+                faults.extend(document["faults"])
+    plain = {(row["mode"], row["batch"], row.get("prompt")): row["ms"] for row in rows if row["format"] == "bfloat16"}
+    for row in rows:
+        least = plain.get((row["mode"], row["batch"], row.get("prompt")))
+        row["times_bfloat16"] = None if least is None else round(least / row["ms"], 3)
+    return rows
+
+
+def way_of_inputs(device: str, size: str, way: str, turns: Path) -> Iterator[Row]:
+    """One way of INPUTS: compiled while others are, then timed while they wait."""
+    with torch.no_grad():
+        if way.startswith("torchao"):
+            model = build(size, "bfloat16", device)
+            dict(torchao_ways())[way](model)
+        else:
+            model = build(size, way, device)
+            with in_turn(turns):
+                warm_up(model, (1, 64, *PREFILLS))
+        torch._dynamo.reset()
+        compile_layers(model)
+        steps = [(1, length, torch.randint(0, VOCABULARY, (1, length), device=device)) for length in PREFILLS]
+        replays: list[tuple[Row, Step, Any]] = []  # a row, its replay, and what the graph reads
+        for batch, length, ids in (*steps, (1, None, None), (64, None, None)):
+            with guarded(f"{way}, {length or batch} tokens"):
+                run = partial(model.prefill, ids) if length else step_of(model, batch, device)
+                replay = prepared_graph(run, device)
+                row = {"size": size, "layers": SHAPES[size].layers, "format": way, "batch": batch}
+                row |= {"mode": "prompt graph" if length else "graph", "prompt": length, "picks": picks(model)}
+                replays.append((row, replay, (run, [*model.buffers()])))
+        ready = turns / f"{way.replace(' ', '_')}.ready"
+        ready.touch()
+        while len(list(turns.glob("*.ready"))) < len(INPUTS) and time.time() - ready.stat().st_mtime < 30:
+            time.sleep(0.1)
+        with in_turn(turns):
+            for row, replay, _ in replays:
+                replay()
+                yield row | _times(wall_ms(replay))
+
+
+def prepared_graph(run: Step, device: str) -> Step:
+    run()
+    if device != "cuda":
+        return run
+    graph = captured(run)
+    step: Step = graph.replay
+    return step
+
+
+@contextlib.contextmanager
+def in_turn(folder: Path) -> Iterator[None]:
+    """No other process of this folder is here meanwhile."""
+    with open(folder / "turn", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+        _synchronize()
+
+
 def torchao_ways() -> Iterator[tuple[str, Callable[[nn.Module], Any]]]:
     with guarded("torchao"):
         api: Any = importlib.import_module("torchao.quantization")
         int4 = {"group_size": 32, "int4_packing_format": "tile_packed_to_4d"}
         yield "torchao int4", lambda model: api.quantize_(model, api.Int4WeightOnlyConfig(**int4))
         yield "torchao int8", lambda model: api.quantize_(model, api.Int8WeightOnlyConfig())
+        dynamic = {"granularity": api.PerRow(), "set_inductor_config": False}  # the compiler as for all others
+        of_inputs = api.Float8DynamicActivationFloat8WeightConfig
+        yield "torchao float8", lambda model: api.quantize_(model, of_inputs(**dynamic))
 
 
 def gemlite_ways(device: str) -> Iterator[tuple[str, Callable[[nn.Module], Any]]]:
@@ -538,11 +629,16 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no new model after so many")
     parser.add_argument("--output", type=Path)
+    for_inputs = parser.add_argument_group("a process of `inputs`")
+    for_inputs.add_argument("--way", choices=INPUTS)
+    for_inputs.add_argument("--size", default="8b")
+    for_inputs.add_argument("--turns", type=Path)
     args = parser.parse_args()
     began = time.perf_counter()
     on_gpu = args.device == "cuda"
     floor: Row = {"copy_bytes_per_s": 1e11, "kernel_us": 0.0}
-    if on_gpu:
+    needs_floor = ":" in args.models and args.way is None
+    if on_gpu and needs_floor:
         from fused_matmul import copy_bandwidth
 
         floor = {"copy_bytes_per_s": copy_bandwidth(), "kernel_us": empty_kernel_us()}
@@ -570,9 +666,15 @@ def main() -> None:
         if on_gpu:
             torch.cuda.empty_cache()
 
-    with guarded("host"):
-        document["host_us"] = host_us(args.device)
-        print("host us", document["host_us"], flush=True)
+    if args.way is not None:
+        with guarded(args.way):
+            add(way_of_inputs(args.device, args.size, args.way, args.turns))
+        save()
+        return
+    if args.models != "inputs":
+        with guarded("host"):
+            document["host_us"] = host_us(args.device)
+            print("host us", document["host_us"], flush=True)
     parts: dict[str, Callable[..., Iterator[Row] | list[Row]]] = {
         "eager": eager,
         "compiled": compiled,
@@ -581,6 +683,7 @@ def main() -> None:
         "prompts": prompts,
         "prompts@3b": partial(prompts, size="3b"),
         "peers": peers,
+        "inputs": partial(inputs, size=args.size),
     }
     jobs: list[tuple[str, Callable[[], Iterator[Row] | list[Row]]]] = []
     for each in args.models.split():
@@ -603,7 +706,7 @@ def main() -> None:
 def line_of(row: Row) -> str:
     text = (
         f"{row.get('size', ''):4} {row['format']:18} batch {row.get('batch', 1):3} {row['mode']:15} "
-        f"{row.get('prompt', ''):>5} {row['ms']:8.3f} ms"
+        f"{row.get('prompt') or '':>5} {row['ms']:8.3f} ms"
     )
     extra = [
         f"{key} {row[key]}"

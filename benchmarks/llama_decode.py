@@ -133,6 +133,8 @@ class DecodingLlama(nn.Module):
         logits: Tensor = self.lm_head(self.norm(x[:, -1]))
         return logits
 
+    forward = prefill
+
     def _angles(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         width = self.shape.head_dim
         frequency = 10000 ** (-torch.arange(0, width, 2, device=positions.device) / width)

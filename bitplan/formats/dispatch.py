@@ -31,6 +31,7 @@ from bitplan.formats.codec import (
     readable,
 )
 from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.input_formats import Q8_K, STATIC, round_input
 
 TWIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Below this a CPU twin gains less than a millisecond, and its first use may cost seconds of compiling.
@@ -139,6 +140,16 @@ def bind_decode(encoded: Encoded, dtype: torch.dtype) -> Callable[[], Tensor | N
     from bitplan.formats import triton_codec as triton_decode
 
     return triton_decode.bind_decode(encoded, dtype)
+
+
+def rounded(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:
+    """`input_formats.round_input`, on a GPU by the kernels of the format where it has some."""
+    if x.is_cuda and not name.startswith(STATIC) and name != Q8_K:
+        fmt, matrix = get_format(name), x.detach().reshape(-1, x.shape[-1])
+        picked = (_explain(table, fmt, x.device, tuple(matrix.shape), x.dtype) for table in ("ENCODERS", "DECODERS"))
+        if x.numel() and dtype in TWIN_DTYPES and all(pick.implementation != "torch" for pick in picked):
+            return decode(_encode_by_twin(matrix, fmt), dtype).reshape(x.shape)
+    return round_input(x, name, dtype)
 
 
 def explain_encode(x: Tensor, fmt: Format | str, **options: Any) -> Picked:

@@ -94,12 +94,18 @@ def round_input(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tenso
     return rounded.to(dtype or x.dtype)
 
 
+def token_codes(x: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """The codes of x [tokens, numbers] in a format of one scale a token, and the scales [tokens, 1]."""
+    fmt, numbers = get_format(name), x.detach().float()
+    codes, stored = fmt.quantize(numbers, fmt.scale_for(fmt.limits(numbers, "absmax", 100.0)), None, None)
+    return codes, stored.reshape(-1, 1)
+
+
 def _by_format(numbers: Tensor, fmt: Format) -> Tensor:
     assert fmt.scales is not None
     filled = _filled(numbers, fmt.padded_cols(numbers.shape[-1]))
-    blocks = filled.reshape(-1, fmt.block.cols or numbers.shape[-1])
-    codes, stored = fmt.quantize(blocks, fmt.scale_for(fmt.limits(blocks, "absmax", 100.0)), None, None)
-    decoded = fmt.dequantize(codes, fmt.scales.load(stored, None), None).reshape(filled.shape)
+    codes, stored = token_codes(filled.reshape(-1, fmt.block.cols or numbers.shape[-1]), fmt.name)
+    decoded = fmt.dequantize(codes, fmt.scales.load(stored.flatten(), None), None).reshape(filled.shape)
     return decoded[..., : numbers.shape[-1]]
 
 

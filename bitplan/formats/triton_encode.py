@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.formats.format import Format
 from bitplan.formats.triton_numbers import (
     Launch,
@@ -58,29 +59,29 @@ def encode_rows(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) ->
     data, scales = _empty_parts(matrix_RC, fmt)
     if not matrix_RC.numel():
         return data, scales.zero_()
-    launch = launch or ROWS
-    rows, cols = matrix_RC.shape
+    element, source = element_name(fmt, matrix_RC.device), float_name(matrix_RC.dtype)
+    _rows_launch(matrix_RC.shape, fmt, element, source, launch or ROWS)(matrix_RC, data, scales)
+    return data, scales
+
+
+@functools.lru_cache(4096)
+def _rows_launch(shape: tuple[int, int], fmt: Format, element: str, source: str, launch: Launch) -> PreparedLaunch:
+    """A launch without its tensors: inputs of products are encoded in every call of a layer."""
+    rows, cols = shape
     wide = max(16, triton.next_power_of_2(cols) if cols <= LONGEST_ROW_HELD else launch.numbers)
     tall = max(1, launch.numbers // wide)
-    with device_of(matrix_RC):
-        _encode_rows[(triton.cdiv(rows, tall),)](
-            as_bits(matrix_RC),
-            as_bits(data),
-            scales,
-            rows,
-            cols,
-            LARGEST=_largest(fmt),
-            LARGEST_SCALE=_largest_scale(fmt),
-            ELEMENT=element_name(fmt, matrix_RC.device),
-            SOURCE=float_name(matrix_RC.dtype),
-            TALL=tall,
-            WIDE=wide,
-            PIECES=triton.cdiv(cols, wide),
-            VECTOR=min(launch.vector or 16, wide),
-            num_warps=_warps_for(wide * tall, launch),
-            enable_fp_fusion=False,
-        )
-    return data, scales
+    constants = {
+        "LARGEST": largest(fmt),
+        "LARGEST_SCALE": largest_scale(fmt),
+        "ELEMENT": element,
+        "SOURCE": source,
+        "TALL": tall,
+        "WIDE": wide,
+        "PIECES": triton.cdiv(cols, wide),
+        "VECTOR": min(launch.vector or 16, wide),
+    }
+    options = {"num_warps": _warps_for(wide * tall, launch), "enable_fp_fusion": False}
+    return PreparedLaunch(_encode_rows, (triton.cdiv(rows, tall),), (rows, cols), constants, **options)
 
 
 def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
@@ -105,9 +106,9 @@ def encode_q4_0(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) ->
 
 def _constants(matrix_RC: Tensor, fmt: Format) -> dict[str, Any]:
     return {
-        "LARGEST": _largest(fmt),
-        "LARGEST_SCALE": _largest_scale(fmt),
-        "LARGEST_EXPONENT": math.frexp(_largest(fmt))[1] - 1,  # floor(log2)
+        "LARGEST": largest(fmt),
+        "LARGEST_SCALE": largest_scale(fmt),
+        "LARGEST_EXPONENT": math.frexp(largest(fmt))[1] - 1,  # floor(log2)
         "ELEMENT": element_name(fmt, matrix_RC.device),
     }
 
@@ -174,18 +175,18 @@ def _encode_rows(
             x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_RC, other=0), SOURCE)
             limit_RC = tl.maximum(limit_RC, magnitude_bits(x_RC))
         limit_R = tl.max(limit_RC, axis=1)
-    scale_R = flush_small(_scale_of_limit(limit_R, LARGEST, LARGEST_SCALE))
+    scale_R = flush_small(scale_of_limit(limit_R, LARGEST, LARGEST_SCALE))
     inverse_R = reciprocal(scale_R)
     tl.store(scales_ptr + first + row_R, scale_R, mask=ok_R)
     if PIECES == 1:
-        code_RC = _round_byte(x_RC * inverse_R[:, None], ELEMENT)
+        code_RC = round_byte(x_RC * inverse_R[:, None], ELEMENT)
         tl.store(data_ptr + at_RC, code_RC, mask=ok_RC)
     else:
         for start in range(0, PIECES * WIDE, WIDE):
             at_RC = row_R[:, None] * cols + (start + col_C)[None, :]
             ok_RC = ok_R[:, None] & (start + col_C < cols)[None, :]
             x_RC = float_of_bits(tl.load(x_ptr + at_RC, mask=ok_RC, other=0), SOURCE)
-            code_RC = _round_byte(x_RC * inverse_R[:, None], ELEMENT)
+            code_RC = round_byte(x_RC * inverse_R[:, None], ELEMENT)
             tl.store(data_ptr + at_RC, code_RC, mask=ok_RC)
 
 
@@ -216,12 +217,12 @@ def _encode_byte_groups(
         inverse_G = power_of_two(254 - byte_G)
         stored_G = mark_nonfinite(byte_G, limit_G)
     else:
-        wanted_G = _scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)
+        wanted_G = scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)
         flushed_G = flush_small(wanted_G)
         inverse_G = reciprocal(flushed_G)
         # GGUF rounds the scale after the codes are made; scales that would be flushed are far below float16
         stored_G = wanted_G.to(tl.float16) if SCALE == "f16" else flushed_G
-    code_GC = _round_byte(x_GC * inverse_G[:, None], ELEMENT)
+    code_GC = round_byte(x_GC * inverse_G[:, None], ELEMENT)
     tl.store(scales_ptr + first + group_G, stored_G, mask=ok_G)
     tl.store(data_ptr + first * GROUP + tl.max_contiguous(at_GC, (1, VECTOR)), code_GC, mask=ok_G[:, None])
 
@@ -259,7 +260,7 @@ def _encode_nibble_groups(
         code_GB = even_GB + odd_GB * 16 + nibble_signs_of_word(word_GB, SOURCE)
         stored_G = mark_nonfinite(byte_G, limit_G)
     else:
-        stored_G = round_bf16(flush_small(_scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)))
+        stored_G = round_bf16(flush_small(scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)))
         inverse_G = reciprocal(float_of_bits(stored_G, "bf16"))
         even_GB = round_to_integer(even_GB * inverse_G[:, None])
         odd_GB = round_to_integer(odd_GB * inverse_G[:, None])
@@ -292,7 +293,7 @@ def _encode_q4_0(x_ptr, data_ptr, scales_ptr, groups, SOURCE: tl.constexpr, TILE
 
 
 @triton.jit
-def _scale_of_limit(limit_bits, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr):
+def scale_of_limit(limit_bits, LARGEST: tl.constexpr, LARGEST_SCALE: tl.constexpr):
     """For a finite limit, a scale whose product with the largest code is finite; else a scale that is not finite."""
     scale = tl.div_rn(limit_bits.to(tl.float32, bitcast=True), LARGEST)
     return tl.where(limit_bits < 0x7F800000, tl.minimum(scale, LARGEST_SCALE), scale)
@@ -310,7 +311,7 @@ def _round_q4_0(y):
 
 
 @triton.jit
-def _round_byte(y, ELEMENT: tl.constexpr):
+def round_byte(y, ELEMENT: tl.constexpr):
     # Integers need no clamp: |x| <= limit, and scale and inverse are each off by at most 2^-24 of themselves.
     if ELEMENT == "int8":
         code = round_to_integer(y).to(tl.int8)
@@ -339,13 +340,13 @@ def _as_pairs(matrix_RC: Tensor) -> Tensor:
     return (matrix_RC if aligned else matrix_RC.clone()).view(word)
 
 
-def _largest(fmt: Format) -> float:
+def largest(fmt: Format) -> float:
     assert fmt.element is not None
     return float(fmt.element.limit)
 
 
 @functools.cache
-def _largest_scale(fmt: Format) -> float:
+def largest_scale(fmt: Format) -> float:
     """The scale of the largest float32, by the definition."""
     return float(fmt.scale_for(torch.tensor(torch.finfo(torch.float32).max)))
 

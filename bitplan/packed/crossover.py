@@ -7,6 +7,7 @@ GPU, so it is measured for the row counts that occur, each rounded up to a power
     fused      the kernel on packed bytes, by the best of its candidate launches
     decode     expand the weight, then F.linear: every call pays for the expansion
     expanded   F.linear on a weight expanded before: what a tile in the cache costs
+    fp8        inputs rounded to E4M3, and the product on FP8 units (`products.fp8_rows`): for layers with such inputs
 
 The L2 cache is overwritten before every timed call: else a small weight would be read from the cache, where it is not
 when a model's other layers have run in between. That write also gives the host the time to enqueue the call, so that
@@ -58,6 +59,7 @@ from bitplan.base.paired_timing import CudaStopwatch
 from bitplan.base.records import write_json
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
+from bitplan.formats.input_formats import round_input
 
 if TYPE_CHECKING:
     from bitplan.packed.products.fused import FusedMatmul, Launch
@@ -129,8 +131,12 @@ class Crossover:
         )
 
     def joined(self, other: Crossover) -> Crossover:
-        """Both records' timings; at equal row counts those of `other`."""
-        by_rows = {timing.rows: timing for timing in (*self.timings, *other.timings)}
+        """Both records' timings; of equal row counts and ways those of `other`."""
+        by_rows = {timing.rows: timing for timing in self.timings}
+        for timing in other.timings:
+            known = by_rows.get(timing.rows, timing)
+            launch = timing.launch if "fused" in timing.samples_ms else known.launch
+            by_rows[timing.rows] = Timing(timing.rows, {**known.samples_ms, **timing.samples_ms}, launch)
         timings = tuple(by_rows[rows] for rows in sorted(by_rows))
         return replace(
             self, timings=timings, refused=other.refused or self.refused, stopped=other.stopped or self.stopped
@@ -142,16 +148,19 @@ def bucket_of(rows: int) -> int:
     return min(1 << max(0, rows - 1).bit_length(), ROW_COUNTS[-1])
 
 
-def pick(record: Crossover, rows: int, *, room: bool) -> Pick:
+def pick(record: Crossover, rows: int, *, room: bool, in_fp8: bool = False) -> Pick:
     """The fastest way for this many rows: a pure function of the record.
 
-    `room`: whether a cache can hold the expanded weight. Of equal times the way that needs less memory wins.
+    `room`: whether a cache can hold the expanded weight. Of equal times the way that needs less memory wins. `in_fp8`:
+    whether the product may run in FP8. It then does so where it was not measured, but would be decoded: that reads and
+    writes more.
     """
     timing = record.at(rows)
     times = {
         "fused": None if record.refused else timing.median_ms("fused"),
         "decode": timing.median_ms("decode"),
         "tile_cache": timing.median_ms("expanded") if room else None,
+        "fp8": timing.median_ms("fp8") if in_fp8 else None,
     }
     measured = {way: time for way, time in times.items() if time is not None}
     best = min(measured, key=lambda way: measured[way])  # the first of equals
@@ -161,6 +170,8 @@ def pick(record: Crossover, rows: int, *, room: bool) -> Pick:
         reason += f"; fused is not used: {record.refused}"
     if not room:
         reason += "; no room in a tile cache"
+    if best == "decode" and in_fp8 and times["fp8"] is None:
+        best, reason = "fp8", f"{reason}; fp8 saves most of the decoding"
     return Pick(best, reason, timing.launch if best == "fused" else None)
 
 
@@ -207,6 +218,19 @@ def measure_crossover(
     if not timings:
         raise torch.OutOfMemoryError(f"measuring {weight!r}: {stopped}")
     return Crossover(weight.fmt.name, weight.shape[0], weight.shape[1], tuple(timings), refused, stopped)
+
+
+def measure_fp8(weight: Encoded, rows: int, *, timer: Timer | None = None) -> Timing | str:
+    """The timing of the product in FP8 with inputs in bfloat16; or, in words, how its result is wrong."""
+    from bitplan.packed.products.fp8_rows import FP8_INPUT, fp8_linear
+
+    device = weight.device
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        generator = torch.Generator(device).manual_seed(0)
+        x = torch.randn((rows, weight.shape[1]), generator=generator, device=device).bfloat16()
+        bench = _Bench(weight, decode(weight, x.dtype), timer or cuda_timer(device))
+        wrong = bench.why_wrong(round_input(x, FP8_INPUT), lambda _: fp8_linear(x, weight, None), [None])
+        return wrong or Timing(rows, {"fp8": tuple(bench.timer(lambda: fp8_linear(x, weight, None), REPEATS))})
 
 
 def compile_together(device: torch.device, calls: Sequence[Callable[[], object]]) -> None:
@@ -335,7 +359,7 @@ _WEIGHT_KEYS = {
     "timings": _TIMINGS,
 }
 _TIMING_KEYS = {"rows": _POSITIVE, "launch": _LAUNCH, "samples_ms": OBJECT}
-_WAYS = {"fused": _SAMPLES, "decode": _SAMPLES, "expanded": _SAMPLES}
+_WAYS = {"fused": _SAMPLES, "decode": _SAMPLES, "expanded": _SAMPLES, "fp8": _SAMPLES}
 
 
 class CrossoverTable:
@@ -352,6 +376,7 @@ class CrossoverTable:
         self._measure = measure
         self._crossovers: dict[Key, Crossover] | None = None
         self._failed: dict[Key, str] = {}
+        self.wrong_in_fp8: dict[Key, str] = {}  # weights whose products in FP8 were wrong when they were measured
         self._lock = threading.RLock()
 
     def find(self, fmt: str, out_features: int, in_features: int) -> Crossover | None:
@@ -366,9 +391,33 @@ class CrossoverTable:
         """Why a weight that was tried in this process could not be measured."""
         return self._failed.get((fmt, out_features, in_features))
 
-    def find_or_measure(self, weight: Encoded, fused: FusedMatmul | None, rows: int) -> Crossover | None:
-        """The record of this format and shape, with `rows` measured now if missing; on failure the old record."""
+    def find_or_measure(
+        self, weight: Encoded, fused: FusedMatmul | None, rows: int, *, in_fp8: bool = False
+    ) -> Crossover | None:
+        """The record of this format and shape, with `rows` measured now if missing; on failure the old record.
+
+        in_fp8   whether the product in FP8 is wanted as well
+        """
         key, bucket = (weight.fmt.name, weight.shape[0], weight.shape[1]), bucket_of(rows)
+        with self._lock:
+            record = self._find_or_measure(key, weight, fused, bucket)
+            if not in_fp8 or record is None or key in self.wrong_in_fp8:
+                return record
+            timing = record.at(bucket)
+            if timing.rows != bucket or "fp8" in timing.samples_ms:
+                return record
+            try:
+                measured = measure_fp8(weight, bucket)
+            except torch.OutOfMemoryError as error:
+                log.warning("bitplan: %s of shape %s in FP8: %s", key[0], key[1:], str(error).splitlines()[0])
+                return record
+            if isinstance(measured, str):
+                log.error("bitplan: products of %s in FP8 are wrong and will not be used: %s", key[0], measured)
+                self.wrong_in_fp8[key] = measured
+                return record
+            return self._keep(record.joined(replace(record, timings=(measured,))))
+
+    def _find_or_measure(self, key: Key, weight: Encoded, fused: FusedMatmul | None, bucket: int) -> Crossover | None:
         with self._lock:
             known = self.find(*key)
             if key in self._failed or (known is not None and (known.refused or known.has(bucket))):

@@ -206,7 +206,7 @@ class JointProjection:
         """Whether a graph runs an input of `rows` rows as one product; a traced graph calls this once."""
         made = self.made()
         self._runs.clear()
-        return made is not None and made.picks_fused(rows, dtype, measure=True)
+        return made is not None and made.picks_one_kernel(rows, dtype, measure=True)
 
     decide._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear.settle
 
@@ -220,7 +220,7 @@ class JointProjection:
     def _join(self) -> JointLinear | None:
         first = self.layers[0]
         fused = fused_for(first.weight.device.type, first.inputs)
-        if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused"):
+        if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused", "fp8"):
             return None
         if not _is_set_alike(self.layers):
             return None
@@ -282,13 +282,14 @@ class JointLinear(QuantLinear):
         super().__init__(weight, strategy=like.strategy, cache=like.cache, inputs=like.inputs, name=name)
         self._own = prepared
 
-    def picks_fused(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> bool:
+    def picks_one_kernel(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> bool:
+        """Whether the product is fused or in FP8: one kernel for the rows of all layers."""
         is_taken = dtype == torch.bfloat16 or (self.weight.device.type == "cpu" and dtype in INPUTS)
-        return is_taken and self._pick(rows, dtype, measure=measure).strategy == "fused"
+        return is_taken and self._pick(rows, dtype, measure=measure).strategy in ("fused", "fp8")
 
     def runs_joined(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether one product is better than several: fused ones, and decoded ones on a GPU, which the host delays."""
-        if self.picks_fused(rows, dtype):
+        if self.picks_one_kernel(rows, dtype):
             return True
         is_decoded = self.weight.encoded.base is None and has_decoder(
             self.weight.fmt, self.weight.device, self.weight.shape, dtype

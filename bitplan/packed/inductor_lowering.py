@@ -9,6 +9,10 @@ when a graph is traced and Inductor is loaded: loading that takes seconds.
 | decode | a call that decodes into planned memory, and a matrix product of the compiler's |
 | a weight that is kept expanded | a matrix product of the compiler's |
 
+Inputs that are rounded become torch's own operations there, which the compiler joins with the norm or the activation
+that made them; a product in FP8 becomes torch's own one. Rounding divides as generated code does, with an error of two
+units in the last place of a float32, so that a number next to the middle between two codes may get the other one.
+
 Everything else becomes a direct call of the operator's function. Code for C++ (`torch.export` and AOTInductor) calls
 the operator as before.
 """
@@ -19,14 +23,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch._inductor import decomposition
 from torch._inductor.lowering import fallback_handler, lowerings, register_lowering, to_dtype
 
 from bitplan.base.inductor_calls import call_into, call_returned, for_cpp
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import has_decoder
+from bitplan.formats.input_formats import round_input, token_codes
 from bitplan.packed.compiled_calls import TENSORS, Key
-from bitplan.packed.product_strategy import ProductWay, way_at
+from bitplan.packed.crossover import Pick
+from bitplan.packed.product_strategy import ProductWay, text_of, way_at
 from bitplan.packed.products.expert_routing import WIDEST_TILE
+from bitplan.packed.products.fp8_rows import FP8_INPUT, product_of_rows
 
 _IMPORT = "from bitplan.packed.compiled_calls import CALLS as bitplan_calls"
 _LINEAR = torch.ops.bitplan.packed_linear.default
@@ -49,15 +58,15 @@ def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
         return fallback_handler(_LINEAR, add_to_fallback_set=False)(x, bias, *weight)
     data, scales, base, arranged, factor, counters, expanded, name, outputs, ways, _, _ = weight
     (rows, inputs), dtype = x.get_size(), x.get_dtype()
-    way = _fixed_way(x, ways)
-    if way is not None and _is_on_gpu(x) and way.strategy == "fused":
+    way = _fixed_way(x, ways, rounds=True)
+    if way is not None and _is_on_gpu(x.get_device()) and way.strategy == "fused":
         if _fits_into(way, rows, dtype, bias):
             given, more = _present(("bias", "base"), (bias, base))
             types = (str(arranged.get_dtype()), len(factor.get_size()), None if bias is None else str(bias.get_dtype()))
             key = ("fused", name, outputs, int(inputs), int(rows), types, given, ways)
             read = [x, data, scales, arranged, factor, counters, *more]
             return call_into(_IMPORT, _function(key), read, [rows, outputs], dtype)
-    elif way is not None and _is_on_gpu(x):
+    elif way is not None and _is_on_gpu(x.get_device()):
         numbers = _numbers(way, data, scales, base, expanded, name, (outputs, inputs), dtype)
         if numbers is not None:
             across = lowerings[_aten.permute.default](numbers, [1, 0])
@@ -74,8 +83,8 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
         return fallback_handler(_GRADIENT, add_to_fallback_set=False)(grad, *weight)
     data, scales, base, _, _, _, expanded, name, inputs, ways, _, _ = weight
     (rows, outputs), dtype = grad.get_size(), grad.get_dtype()
-    way = _fixed_way(grad, ways)
-    if way is not None and _is_on_gpu(grad):
+    way = _fixed_way(grad, ways, rounds=False)
+    if way is not None and _is_on_gpu(grad.get_device()):
         numbers = _numbers(way, data, scales, base, expanded, name, (outputs, inputs), dtype)
         if numbers is not None:
             return lowerings[_aten.mm.default](grad, numbers)
@@ -84,16 +93,16 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
     return call_returned(_IMPORT, function, [grad, *present], [rows, inputs], dtype)
 
 
-def _fixed_way(x: Any, ways: str) -> ProductWay | None:
+def _fixed_way(x: Any, ways: str, *, rounds: bool) -> ProductWay | None:
     """How it runs; None where the size of x is not known, or x is rounded first."""
-    if any(getattr(each, "free_symbols", ()) for each in x.get_size()):
+    if any(getattr(size, "free_symbols", ()) for size in x.get_size()):
         return None
     way = way_at(ways, int(x.get_size()[0]))
-    return way if way.input is None else None
+    return way if way.input is None or not rounds else None
 
 
-def _is_on_gpu(x: Any) -> bool:
-    return bool(x.get_device().type == "cuda")
+def _is_on_gpu(device: torch.device) -> bool:
+    return device.type == "cuda"
 
 
 def _fits_into(way: ProductWay, rows: Any, dtype: torch.dtype, bias: Any) -> bool:
@@ -123,5 +132,20 @@ def _numbers(
     return call_into(_IMPORT, _function(key), [data, scales, *more], shape, dtype)
 
 
+def _with_rounded_input(x: Tensor, bias: Tensor | None, *weight: Any) -> Any:
+    """The product in operations that the compiler sees through; NotImplemented where there is nothing to round."""
+    data, scales, *_, name, outputs, ways, _, _ = weight
+    way = way_at(ways, x.shape[0]) if isinstance(x.shape[0], int) and x.shape[0] else None
+    if way is None or way.input is None or not _is_on_gpu(x.device):
+        return NotImplemented
+    if way.strategy == "fp8":
+        rows = (data, scales) if name == FP8_INPUT else torch.ops.bitplan.e4m3_rows(data, scales, name, x.shape[1])
+        return product_of_rows(*token_codes(x, FP8_INPUT), *rows, bias)
+    plain = text_of([(None, Pick(way.strategy, "", way.launch))])
+    return _LINEAR(round_input(x, way.input), bias, *weight[:8], outputs, plain, *weight[10:])
+
+
+for _table in (decomposition.decompositions, decomposition.select_decomp_table()):
+    _table[_LINEAR] = _with_rounded_input
 register_lowering(_LINEAR, type_promotion_kind=None)(_lower_linear)
 register_lowering(_GRADIENT, type_promotion_kind=None)(_lower_gradient)

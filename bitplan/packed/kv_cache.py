@@ -159,8 +159,72 @@ class _PackedLayer(DynamicLayer):  # type: ignore[misc]
             self._hold(keys, values, key_states.shape[-2])
         return keys.numbers(), values.numbers()
 
+    def reset(self) -> None:
+        """Drop all tokens: transformers before 5.20 would zero the numbers in place and keep their count."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        super().reset()
+
     def _hold(self, keys: PackedRows, values: PackedRows, _tokens: int) -> None:
         self.keys, self.values = keys, values
+
+
+class _JoinedLayer(_PackedLayer):
+    """A layer of full attention on a GPU whose attention reads codes (kv_attention.py).
+
+    Its memory has spare room, and one token is given out as the cache itself. What transformers changes (crop,
+    reorder, select) is set as `keys` and `values`, and copied into memory with room when the next token comes.
+    """
+
+    shared: Any = None
+    _rows: Any = None
+    _given: tuple[Any, Any] = (None, None)
+
+    def _view(self, which: int) -> Any:
+        if self._rows is None:
+            return self._given[which]
+        return PackedRows(self.formats[which], self._rows.width, self._rows.dtype, self._rows.rows(which))
+
+    def _set(self, which: int, rows: Any) -> None:
+        given = [self._view(0), self._view(1)]
+        given[which] = rows
+        self._rows, self._given = None, (given[0], given[1])
+
+    keys = property(lambda self: self._view(0), lambda self, rows: self._set(0, rows))
+    values = property(lambda self: self._view(1), lambda self, rows: self._set(1, rows))
+
+    def get_seq_length(self, *_args: Any) -> int:
+        return int(self._rows.tokens) if self._rows is not None else int(super().get_seq_length())
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:
+        """As of any layer; one token gets the cache itself where the kernels can read it."""
+        from bitplan.packed import kv_attention
+
+        width, same = key_states.shape[-1], key_states.shape == value_states.shape
+        if not (self.stores and same and kv_attention.can_join(self.formats, width, key_states.device)):
+            return super().update(key_states, value_states, *args, **options)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        if self._rows is None:
+            self._rows = self._with_room(kv_attention)
+        if key_states.shape[-2] == 1:
+            self._rows.append(key_states, value_states)
+            return self._rows, self._rows
+        tokens = self._rows.tokens + key_states.shape[-2]
+        for which, rows in enumerate((key_states, value_states)):
+            self._rows.extend(which, kv_attention.encode_rows(rows, self._rows.formats[which]), tokens)
+        self._rows.tokens = tokens
+        return self.keys.numbers(), self.values.numbers()
+
+    def _with_room(self, kv_attention: Any) -> Any:
+        given = self._given
+        rows = kv_attention.JoinedRows(self.formats, given[0].width, given[0].dtype, self.shared)
+        if given[0].parts:
+            for which, packed in enumerate(given):
+                rows.extend(which, packed.parts, packed.shape[-2])
+            rows.tokens = given[0].shape[-2]
+        self._given = (None, None)
+        return rows
 
 
 class _PackedWindow(_PackedLayer, DynamicSlidingWindowLayer):  # type: ignore[misc]
@@ -182,14 +246,15 @@ class _PackedWindow(_PackedLayer, DynamicSlidingWindowLayer):  # type: ignore[mi
         self.keys, self.values = (rows[:, :, seen, :].contiguous() for rows in (keys, values))
 
 
-def _packed_layer(layer: Any, index: int, formats: KVFormats, *, stores: bool) -> Any:
+def _packed_layer(layer: Any, index: int, formats: KVFormats, *, stores: bool, shared: Any) -> Any:
     """An empty layer of transformers as one that packs; those without keys and values as they are."""
     if not isinstance(layer, CacheLayerMixin):
         return layer
     if type(layer) is DynamicSlidingWindowLayer:
         packed = _PackedWindow(layer.sliding_window)
     elif type(layer) is DynamicLayer:
-        packed = _PackedLayer()
+        packed = _PackedLayer() if shared is None else _JoinedLayer()
+        packed.shared = shared
     else:
         raise MeasureError(
             f"layer {index}: keys and values of a {type(layer).__name__} cannot be kept in formats, only those of "
@@ -205,12 +270,13 @@ class KVCache(DynamicCache):  # type: ignore[misc]
     """A cache for a model of this config, with keys and values in formats: "int8", "int8:int4", or `KVFormats`.
 
     stores   False: nothing is kept of a call, for texts that are read in one pass
+    joined   the model's attention is kv_attention's, which reads codes: `round_kv` sees to it
     """
 
-    def __init__(self, config: Any, formats: KVFormats | str, *, stores: bool = True) -> None:
+    def __init__(self, config: Any, formats: KVFormats | str, *, stores: bool = True, joined: bool = False) -> None:
         super().__init__(config=config.get_text_config(decoder=True))
         known = KVFormats.parse(formats) if isinstance(formats, str) else formats
-        pack_layers(self, known, stores=stores)
+        pack_layers(self, known, stores=stores, joined=joined)
 
     @property
     def nbytes(self) -> int:
@@ -218,11 +284,18 @@ class KVCache(DynamicCache):  # type: ignore[misc]
         return kv_bytes(self)
 
 
-def pack_layers(cache: Any, formats: KVFormats, *, stores: bool = True) -> None:
+def pack_layers(cache: Any, formats: KVFormats, *, stores: bool = True, joined: bool = False) -> None:
     """Let the empty layers of a cache hold keys and values in formats; a cache that holds so already is as it was."""
     if any(isinstance(layer, _PackedLayer) for layer in cache.layers):
         return
-    cache.layers = [_packed_layer(layer, index, formats, stores=stores) for index, layer in enumerate(cache.layers)]
+    shared = None
+    if joined:
+        from bitplan.packed.kv_attention import SharedCount
+
+        shared = SharedCount()
+    cache.layers = [
+        _packed_layer(layer, index, formats, stores=stores, shared=shared) for index, layer in enumerate(cache.layers)
+    ]
 
 
 def kv_bytes(cache: Any) -> int:

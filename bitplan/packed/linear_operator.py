@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from bitplan.base.compiled_code import register_lowerings
 from bitplan.base.weight_changes import writes_of
 from bitplan.formats import Encoded, get_format
-from bitplan.formats.input_formats import round_input
+from bitplan.formats.dispatch import rounded
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import LayerError, ProductWay, compute_dtype, is_capturing, way_at
 from bitplan.packed.products.cpu_matmul import piece_rows
@@ -36,6 +36,7 @@ from bitplan.packed.products.decode_row_slices import (
     gradient_over_pieces,
     linear_over_pieces,
 )
+from bitplan.packed.products.fp8_rows import fp8_linear
 from bitplan.packed.products.fused import Bound, Prepared, fused_for
 from bitplan.packed.tile_cache import TileCache
 
@@ -148,9 +149,11 @@ def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) ->
             if fused is None:
                 raise LayerError(f"strategy 'fused': there is no fused kernel for {x.device.type}")
             return fused.run(x, matrix.encoded, matrix.prepared, bias, way.launch)
+        if way.strategy == "fp8":
+            return fp8_linear(x.contiguous(), matrix.encoded, bias)
         wide = compute_dtype(x.device, x.dtype)
         bias = None if bias is None else bias.to(wide)
-        numbers = x.to(wide) if way.input is None else round_input(x, way.input, wide)
+        numbers = x.to(wide) if way.input is None else rounded(x, way.input, wide)
         return linear_over_pieces(numbers, matrix.pieces(way, wide), matrix.shape[0], bias).to(x.dtype)
 
 

@@ -6,13 +6,14 @@
 | fused | one kernel reads packed bytes | scales in the kernel's order; on an Arm CPU a packed copy of int4_g32 |
 | tile_cache | pieces of rows are expanded and kept while they are used | the cache's budget, for all layers together |
 | decode | expanded for the call, kept nowhere | none that stays; on a CPU a piece at a time |
-| auto | the fastest of fused, decode and tile_cache | as the one it picks; never eager |
+| fp8 | both sides in E4M3, on a GPU's FP8 units (`products.fp8_rows`), for inputs in fp8_e4m3_row | none that stays |
+| auto | the fastest of fused, decode, fp8 and tile_cache | as the one it picks; never eager |
 
 Only `auto` chooses: a strategy asked for by name runs or raises. Every pick says why.
 
 `auto` on CUDA goes by a measured record (`packed.crossover`); `warm_up` and torch.compile make it. Without one,
 so that a model answers at once, up to 32 rows are fused and more are decoded: on an H200 the fused kernel loses to the
-vendor's product on expanded weights from 64 rows on.
+vendor's product on expanded weights from 64 rows on. What would be decoded runs in FP8 where it can.
 
 `auto` on a CPU needs no record: the fused product (`cpu_fused`) where it has the format, else a cached tile where a
 cache has room, else decode. On x86 it is exact up to float32's rounding; on Arm int4_g32 runs on torch's 4-bit kernel,
@@ -39,11 +40,12 @@ from bitplan.base.errors import ArgumentError, BitplanError, did_you_mean
 from bitplan.formats import Encoded
 from bitplan.packed.crossover import Pick, bucket_of, crossovers_of, pick
 from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.products.fp8_rows import why_inexact, why_not_fp8
 from bitplan.packed.products.fused import FusedMatmul, Launch, fused_for
 from bitplan.packed.tile_cache import TileCache
 
 INPUTS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode")
+STRATEGIES = ("auto", "eager", "fused", "tile_cache", "decode", "fp8")
 FUSED_ROWS_UNMEASURED = 32
 _DENSE = (torch.strided, torch.jagged)
 _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack  # the innermost of torch.func, or None
@@ -130,7 +132,14 @@ def choose(
     """
     fused = fused_for(weight.device.type, input)
     if strategy == "auto":
-        return _auto(weight, rows, dtype, cache, fused, measure=measure)
+        return _auto(weight, rows, dtype, cache, fused, measure=measure, input=input)
+    if strategy == "fp8":
+        refused = why_no_fp8(weight, dtype, input)
+        if refused is not None:
+            raise LayerError(
+                f"{where}: strategy 'fp8' cannot run for {weight.fmt.name} of shape {weight.shape}: {refused}; set "
+                "strategy='auto', which picks another way where this one cannot run"
+            )
     if strategy == "fused":
         return _asked_for_fused(weight, rows, dtype, where, fused)
     if strategy == "tile_cache":
@@ -184,6 +193,7 @@ def _auto(
     fused: FusedMatmul | None,
     *,
     measure: bool,
+    input: str | None,
 ) -> Pick:
     capturing = is_capturing(weight.device)
     room = not capturing and cache is not None and cache.has_room(weight, compute_dtype(weight.device, dtype))
@@ -193,24 +203,36 @@ def _auto(
     if why_not is not None or fused is None:
         return _unfused(room, f"not fused: {why_not}")
     table = crossovers_of(weight.device)
-    plain = fused_for(weight.device.type)  # records are of inputs as they are
+    plain = fused_for(weight.device.type)  # records are of inputs as they are, but for products in FP8
+    in_fp8 = why_no_fp8(weight, dtype, input) is None
     if measure and not capturing and plain is not None:
-        record = table.find_or_measure(weight.encoded, plain, rows)
+        record = table.find_or_measure(weight.encoded, plain, rows, in_fp8=in_fp8)
     else:
         record = table.find(weight.fmt.name, *weight.shape)
+    in_fp8 = in_fp8 and (weight.fmt.name, *weight.shape) not in table.wrong_in_fp8
     if record is not None and (record.refused or record.stopped or record.timings[-1].rows >= bucket_of(rows)):
-        return pick(record, rows, room=room)
+        return pick(record, rows, room=room, in_fp8=in_fp8)
     why_never = table.why_never(weight.fmt.name, *weight.shape)
     why = why_never or ("a CUDA graph is being captured" if capturing else "not measured, which bitplan.warm_up does")
     if rows <= FUSED_ROWS_UNMEASURED:
         return Pick("fused", f"default for up to {FUSED_ROWS_UNMEASURED} rows: {why}")
-    return _unfused(room, f"default for more than {FUSED_ROWS_UNMEASURED} rows: {why}")
+    return _unfused(room, f"default for more than {FUSED_ROWS_UNMEASURED} rows: {why}", in_fp8=in_fp8)
 
 
-def _unfused(room: bool, why: str) -> Pick:
+def _unfused(room: bool, why: str, *, in_fp8: bool = False) -> Pick:
     if room:
         return Pick("tile_cache", f"{why}; the tile cache has room, which saves the decoding")
-    return Pick("decode", f"{why}; no room in a tile cache")
+    return Pick("fp8" if in_fp8 else "decode", f"{why}; no room in a tile cache")
+
+
+def why_no_fp8(weight: PackedWeight, dtype: torch.dtype, input: str | None) -> str | None:
+    """Why the product cannot run in FP8; None if it can. A weight's numbers are looked at once."""
+    refused = why_not_fp8(weight.encoded, dtype, input)
+    if refused is not None or type(weight.data) is not Tensor:
+        return refused or "the weight has no numbers yet"
+    if is_capturing(weight.device):
+        return weight.derived("inexact in FP8", lambda: "nobody may look at it while a graph is captured", keep=False)
+    return weight.derived("inexact in FP8", lambda: why_inexact(weight.encoded))
 
 
 def _why_not_fused(fused: FusedMatmul | None, weight: PackedWeight, dtype: torch.dtype) -> str | None:

@@ -23,6 +23,7 @@ it runs is chosen when the graph is traced, and is a constant of the graph: by t
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, Self
 
@@ -54,6 +55,7 @@ from bitplan.packed.product_strategy import (
     text_of,
 )
 from bitplan.packed.products.decode_row_slices import why_no_rows
+from bitplan.packed.products.fp8_rows import fp8_linear
 from bitplan.packed.products.fused import Bound, FusedMatmul, Prepared, fused_for
 from bitplan.packed.tile_cache import TileCache
 
@@ -70,7 +72,7 @@ class QuantLinear(nn.Module):
 
     weight     an Encoded matrix of a format whose blocks lie within a row, or a PackedWeight that layers share
     bias       kept unchanged, as a Parameter
-    strategy   "auto", "eager", "fused", "tile_cache" or "decode"; may be set later
+    strategy   "auto", "eager", "fused", "tile_cache", "decode" or "fp8"; may be set later
     cache      the TileCache of the model, for "tile_cache" and "auto"
     inputs     a format that inputs are rounded to (`bitplan.formats.input_formats`), or "keep"; may be set later
     name       what messages call the layer
@@ -243,6 +245,8 @@ class QuantLinear(nn.Module):
         dtype = input_type(x)
         flat = _flat(x.to(dtype))
         rows = flat.shape[0]
+        if self._inputs is not None:
+            _teach_compiler()
         ways = self.settle(rows if has_static_value(rows) else None, dtype)
         # A graph compares all that is read here, in every call: attributes of modules are several comparisons each.
         weight: Any = self._modules["weight"]
@@ -382,6 +386,9 @@ class QuantLinear(nn.Module):
         elif picked.strategy == "decode" and self._inputs is None and (self.cache is None or self.strategy == "decode"):
             bound = _bound_decode(self.weight.encoded, x.dtype, self.bias)
             key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
+        elif picked.strategy == "fp8" and (self.cache is None or self.strategy == "fp8"):
+            bound = _bound_fp8(self.weight.encoded, self.bias)
+            key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
         if bound is not None:
             if len(self._bound) >= _PICKS_KEPT:
                 self._bound.clear()
@@ -461,6 +468,15 @@ def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None) -> B
     return run
 
 
+def _bound_fp8(weight: Encoded, bias: Tensor | None) -> Bound:
+    """A call of the product in FP8."""
+
+    def run(x: Tensor, _shape: Sequence[int]) -> Tensor:
+        return fp8_linear(x.reshape(-1, weight.shape[1]), weight, bias).reshape(*x.shape[:-1], weight.shape[0])
+
+    return run
+
+
 def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> _BoundCall:
     """A call in which everything but the input is fixed; valid as long as the layer does not change.
 
@@ -470,8 +486,9 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
     changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
     present = tuple((name, part) for name, part in buffers.items() if part is not None)
     # A decoder reads the bytes as they are now; what a fused kernel reads beside them was made of earlier ones.
-    is_fused = picked.strategy == "fused"
-    counted = tuple((part, part._version) for _, part in present if is_fused and not part.is_inference())
+    # Whether numbers fit FP8 was seen in earlier ones.
+    is_of_earlier = picked.strategy in ("fused", "fp8")
+    counted = tuple((part, part._version) for _, part in present if is_of_earlier and not part.is_inference())
     index, on_cpu = weight.encoded.data.get_device(), weight.device.type == "cpu"
 
     def run(x: Tensor, layer: QuantLinear) -> Tensor | None:
@@ -502,6 +519,15 @@ def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked:
 
 
 _BoundCall = Callable[[Tensor, QuantLinear], Tensor | None]
+
+
+def _teach_compiler() -> bool:
+    """Load what generated code does for rounded inputs: the compiler must know it before it begins."""
+    importlib.import_module("bitplan.packed.inductor_lowering")
+    return True
+
+
+_teach_compiler._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as QuantLinear.settle
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ class _GiveCache:
     """A hook before a model's forward: whatever cache a call brings or makes holds keys and values in formats."""
 
     formats: KVFormats
+    attention: str | None  # the model's own, in place of which kv_attention's is; None: it kept its own
 
     def __call__(self, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if model.training:
@@ -31,14 +32,15 @@ class _GiveCache:
 
         cache, asked = kwargs.get("past_key_values"), kwargs.get("use_cache")
         stores = bool(getattr(model.config, "use_cache", True) if asked is None else asked)
+        joined = self.attention is not None
         if cache is None:
-            kwargs["past_key_values"] = KVCache(model.config, self.formats, stores=stores)
+            kwargs["past_key_values"] = KVCache(model.config, self.formats, stores=stores, joined=joined)
         elif not isinstance(cache, Cache):
             raise MeasureError(f"past_key_values must be a cache of transformers, got a {type(cache).__name__}")
         elif not isinstance(cache, KVCache) and cache.get_seq_length() == 0:
             if not cache.layers:  # made without a config
                 cache.layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-            pack_layers(cache, self.formats)
+            pack_layers(cache, self.formats, joined=joined)
         return args, kwargs
 
 
@@ -52,10 +54,26 @@ def round_kv(model: nn.Module, formats: KVFormats | str | None) -> None:
         from bitplan.packed.kv_cache import KVCache  # which needs transformers
 
         KVCache(model.config, known)  # refuses what cannot be held, before a text is begun
-    for key in [key for key, hook in model._forward_pre_hooks.items() if isinstance(hook, _GiveCache)]:
-        del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+    for key, hook in [*model._forward_pre_hooks.items()]:
+        if isinstance(hook, _GiveCache):
+            del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
+            if hook.attention is not None:
+                model.set_attn_implementation(hook.attention)  # type: ignore[operator]
     if known is not None:
-        model.register_forward_pre_hook(_GiveCache(known), with_kwargs=True)
+        model.register_forward_pre_hook(_GiveCache(known, _join_attention(model)), with_kwargs=True)
+
+
+def _join_attention(model: Any) -> str | None:
+    """Give a model on a GPU the attention that reads codes; gives the name of its own, None where it keeps that."""
+    own = getattr(model.config, "_attn_implementation", None)
+    device = next((parameter.device for parameter in model.parameters()), None)
+    if device is None or device.type != "cuda" or own != "sdpa" or not model._supports_attention_backend:
+        return None
+    from bitplan.packed import kv_attention
+
+    kv_attention.register()
+    model.set_attn_implementation(kv_attention.ATTENTION)
+    return str(own)
 
 
 def kv_of(model: nn.Module) -> KVFormats | None:

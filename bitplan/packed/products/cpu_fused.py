@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded
+from bitplan.formats.dispatch import rounded
 from bitplan.formats.elements import E2M1_MAGNITUDES
-from bitplan.formats.input_formats import round_input
 from bitplan.packed.products import cpu_matmul
 
 NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
@@ -50,7 +50,7 @@ MOST_IN_QUADS = 512  # inputs that are rounded at a time
 MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
-Call = Callable[[Tensor, Sequence[int]], Tensor]
+Call = Callable[[Tensor, Sequence[int]], Tensor | None]
 Into = Callable[[int, int], None]  # addresses of x and of the result, float32 and contiguous
 _Job = tuple["array[int]", int, int, int, Tensor]  # fields, their address; memory for threads: address, bytes, itself
 _jobs: list[_Job] = []  # those of calls that are over, still in the CPU's cache: as many as calls ever ran at once
@@ -142,12 +142,20 @@ class RoundedFirst:
         return prepared
 
     def run(self, x_MK: Tensor, *product: Any) -> Tensor:
-        wide = torch.float32 if x_MK.device.type == "cpu" else x_MK.dtype
-        y: Tensor = self.plain.run(round_input(x_MK, self.format, wide), *product)
+        y: Tensor = self.plain.run(self._rounded(x_MK), *product)
         return y.to(x_MK.dtype)
 
-    def bind(self, x_MK: Tensor, *_product: Any) -> Call | None:
-        return None
+    def bind(self, x_MK: Tensor, *product: Any) -> Call | None:
+        bound = self.plain.bind(x_MK, *product)
+
+        def call(x: Tensor, shape: Sequence[int]) -> Tensor | None:
+            y = bound(self._rounded(x), shape)
+            return y if y is None else y.to(x.dtype)
+
+        return None if bound is None else call
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        return rounded(x, self.format, torch.float32 if x.device.type == "cpu" else x.dtype)
 
     def note(self, weight: Encoded) -> str:
         return f"{self.plain.note(weight)}, of inputs that are rounded to {self.format} before"
