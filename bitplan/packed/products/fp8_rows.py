@@ -28,7 +28,6 @@ from torch import Tensor
 
 from bitplan.base.compiled_code import define_operator
 from bitplan.formats import Encoded, get_format
-from bitplan.formats.dispatch import encode_unchecked
 from bitplan.formats.input_formats import token_codes
 
 FP8_INPUT = "fp8_e4m3_row"
@@ -116,14 +115,16 @@ def input_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """The input's E4M3 codes, and the scales of its rows [rows, 1]."""
     if not x_MK.is_cuda:
         return token_codes(x_MK, FP8_INPUT)
-    encoded = encode_unchecked(x_MK, FP8_INPUT)
-    assert encoded.scales is not None
-    return encoded.data, encoded.scales
+    from bitplan.formats.triton_encode import encode_rows
+
+    return encode_rows(x_MK.contiguous(), get_format(FP8_INPUT))
 
 
-def fp8_linear(x_MK: Tensor, weight: Encoded, bias: Tensor | None) -> Tensor:
-    """x [rows, inputs] @ W.T + bias, in bfloat16."""
-    return product_of_rows(*input_rows(x_MK), *weight_rows(weight), bias)
+def fp8_linear(x: Tensor, weight: Encoded, bias: Tensor | None) -> Tensor:
+    """x [..., inputs] @ W.T + bias, in bfloat16."""
+    outputs, inputs = weight.shape
+    y = product_of_rows(*input_rows(x.reshape(-1, inputs)), *weight_rows(weight), bias)
+    return y if x.dim() == 2 else y.reshape(*x.shape[:-1], outputs)
 
 
 def product_of_rows(x_MK: Tensor, x_scale: Tensor, w_NK: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:
