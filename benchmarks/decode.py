@@ -521,7 +521,7 @@ def way_of_inputs(device: str, size: str, way: str, turns: Path) -> Iterator[Row
         replays: list[tuple[Row, Step, Any]] = []  # a row, its replay, and what the graph reads
         for batch, length, ids in (*steps, (1, None, None), (64, None, None)):
             with guarded(f"{way}, {length or batch} tokens"):
-                run = partial(model.prefill, ids) if length else step_of(model, batch, device)
+                run = step_of(model, batch, device) if ids is None else partial(model.prefill, ids)
                 replay = prepared_graph(run, device)
                 row = {"size": size, "layers": SHAPES[size].layers, "format": way, "batch": batch}
                 row |= {"mode": "prompt graph" if length else "graph", "prompt": length, "picks": picks(model)}

@@ -220,20 +220,28 @@ def test_a_format_without_a_kernel_is_measured_without_it() -> None:
 
 
 def test_a_launch_the_gpu_has_no_room_for_is_left_out() -> None:
-    class OutOfResources(Exception):  # noqa: N818  (Triton's name)
-        pass
-
+    triton = pytest.importorskip("triton")
     kernel = Kernel(launches=(NARROW, WIDE))
     right = kernel.run
 
     def run(x: Tensor, *rest: Any) -> Tensor:
         if rest[-1] == NARROW:
-            raise OutOfResources("shared memory")
+            raise triton.OutOfResources(300_000, 232_448, "shared memory")
         return right(x, *rest)
 
     kernel.run = run  # type: ignore[method-assign]
     record = measured_in_float32(weight(), kernel, timer=one_ms, row_counts=(1,))
     assert record.timings[0].launch == WIDE
+
+
+def test_an_error_that_only_has_the_name_of_triton_s_is_raised() -> None:
+    class OutOfResources(Exception):  # noqa: N818  (Triton's name)
+        pass
+
+    kernel = Kernel(launches=(NARROW, WIDE))
+    kernel.run = lambda *_: (_ for _ in ()).throw(OutOfResources("of another library"))  # type: ignore[method-assign]
+    with pytest.raises(OutOfResources):
+        measured_in_float32(weight(), kernel, timer=one_ms, row_counts=(1,))
 
 
 def test_running_out_of_memory_ends_the_measurement_with_what_there_is() -> None:
