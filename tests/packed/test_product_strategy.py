@@ -267,7 +267,9 @@ def test_inputs_in_fp8_run_on_fp8_units_where_that_is_faster(monkeypatch: pytest
     assert again.find("mxfp4", 64, 128) == gpu.table.find("mxfp4", 64, 128)
     refusal[0] = "a row's scales span too much"
     assert gpu.choose(64, input="fp8_e4m3_row").strategy == "fused"
-    with pytest.raises(LayerError, match=r"'fp8' cannot run for mxfp4 of shape \(64, 128\): a row's scales span"):
+    with pytest.raises(
+        LayerError, match=r"'fp8' cannot run for mxfp4 of shape \(64, 128\) on cuda:0: a row's scales span"
+    ):
         gpu.choose(64, "fp8", input="fp8_e4m3_row")
 
 

@@ -139,7 +139,7 @@ def test_what_cannot_run_in_fp8_is_refused_by_name(
     layer = QuantLinear(packed(name, *shape), strategy="fp8", inputs=given, name="up")
     with pytest.raises(LayerError) as refused:
         layer(normal(3, shape[1]).to(dtype))
-    assert str(refused.value).startswith(f"up: strategy 'fp8' cannot run for {name} of shape {shape}: ")
+    assert str(refused.value).startswith(f"up: strategy 'fp8' cannot run for {name} of shape {shape} on cpu: ")
     assert expected in str(refused.value)
     assert "strategy='auto'" in str(refused.value)
 
