@@ -22,7 +22,8 @@ from bitplan.fp8.policy.report import Report
 from bitplan.fp8.policy.rules import load_policy
 from bitplan.packed import crossover
 from bitplan.packed.machine import examine_machine
-from bitplan.plan import Manifest, Plan, expand_raw_map, manifest_schema, plan
+from bitplan.plan import Manifest, Plan, plan
+from bitplan.plan.manifest import expand_raw_map, manifest_schema
 from bitplan.report.page import build_sections
 from bitplan.report.read_records import read_records
 from bitplan.searching import SearchEvidence

@@ -115,7 +115,7 @@ def test_every_public_name_has_one_place() -> None:
     assert {name: parts for name, parts in places.items() if len(parts) > 1} == {}
     assert bitplan.encode is bitplan.formats.encode
     assert bitplan.decode is bitplan.formats.decode
-    assert len(places) <= 170
+    assert len(places) <= 126
 
 
 @pytest.mark.parametrize("first", ["packed", *(pytest.param(part, marks=pytest.mark.long) for part in PARTS)])

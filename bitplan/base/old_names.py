@@ -16,53 +16,82 @@ Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 # old package: {new package: names}
+_ERRORS, _VIEW = "bitplan.base.errors", "bitplan.plan.structure.model_view"
+_STREAM_ERRORS, _LIMITS = "bitplan.streaming.errors", "bitplan.streaming.transfer.transfer_limits"
+_STATE, _DECIDE = "bitplan.streaming.selective.state", "bitplan.streaming.selective.decide"
+_CALIBRATION = "bitplan.streaming.selective.calibration"
+_STATISTICS, _POLICY = "bitplan.streaming.selective.gradient_statistics", "bitplan.streaming.selective.training_policy"
 _MOVED = {
     "bitplan": {
-        "bitplan.formats": "Encoded ErrorReport Format error_report list_formats repack",
-        "bitplan.plan": "ModelView combine",
+        "bitplan.formats": "Encoded Format error_report list_formats repack",
+        "bitplan.formats.quantization_error": "ErrorReport",
+        _VIEW: "ModelView",
+        "bitplan.plan": "combine",
         "bitplan.packed": "QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections",
         "bitplan.streaming": "SelectivePrecisionConfig SelectivePrecisionPolicy run_calibration",
         "bitplan.files": "WeightStore morph_model unmorph_model",
         "bitplan.fp8": "apply_fp8_config",
     },
-    "bitplan.formats": {"bitplan.formats.dispatch": "Picked", "bitplan.formats.registry": "DTYPE_NAMES"},
+    "bitplan.formats": {
+        "bitplan.formats.dispatch": "Picked",
+        "bitplan.formats.quantization_error": "ErrorReport",
+        "bitplan.formats.registry": "DTYPE_NAMES",
+    },
+    "bitplan.fp8": {"bitplan.fp8.layer_settings": "Fp8LayerError Fp8UnavailableError"},
     "bitplan.kernels": {
         "bitplan.formats": "explain_decode explain_encode",
         "bitplan.formats.dispatch": "Picked",
         "bitplan": "decode encode",
     },
     "bitplan.measure": {
-        "bitplan.streaming": "CalibrationError GradStatsError",
-        "bitplan.streaming.selective.gradient_statistics": "GradStatsCollector collect_grad_stats",
+        _CALIBRATION: "CalibrationError",
+        _STATISTICS: "GradStatsCollector GradStatsError collect_grad_stats",
         "bitplan.packed": "MeasureError examine_machine",
     },
+    "bitplan.packed": {"bitplan.packed.apply_plan": "ApplyError"},
     "bitplan.plan": {
         "bitplan.fp8": (
             "BenchOptions Fingerprint Fp8Error Parallel Report Row bench_cases load_policy local_layers "
             "merge_reports model_parts should_use_fp8 to_thresholds"
         ),
-        "bitplan.streaming": (
-            "HeuristicPolicyBridge Phase PolicyState Pressure RuntimeLimitHints SelectiveError "
-            "SelectivePrecisionConfig compute_hints layout_of load_state observe save_state"
-        ),
-        "bitplan.streaming.selective.decide": "describe_changes",
-        "bitplan.plan.manifest": "Aliases Rule SHIPPED Tag",
+        "bitplan.streaming": "RuntimeLimitHints SelectiveError SelectivePrecisionConfig",
+        _LIMITS: "HeuristicPolicyBridge Phase Pressure",
+        _STATE: "PolicyState layout_of load_state observe save_state",
+        _DECIDE: "compute_hints describe_changes",
+        _ERRORS: "ManifestError PlanFileError",
+        _VIEW: "ModelView TensorRecord",
+        "bitplan.plan.check_manifest": "Finding require_clean",
+        "bitplan.plan.manifest": "Aliases Rule SHIPPED Tag expand_raw_map manifest_schema open_manifest",
         "bitplan.plan.plan": "PlanDiff SizeRow TableRow",
     },
     "bitplan.runtime": {
         "bitplan.streaming": (
-            "AdamWSettings BlockNonFiniteError CudaDevice PrecisionTelemetry SelectivePrecisionPolicy "
-            "SimulatedDevice StreamDevice StreamError StreamStateError TelemetryError TensorBoardScalars "
-            "TransferError lightning_callback trainer_callback"
+            "AdamWSettings CudaDevice SelectivePrecisionPolicy SimulatedDevice StreamDevice StreamError "
+            "TensorBoardScalars lightning_callback trainer_callback"
         ),
-        "bitplan.packed": ("ApplyError LayerError QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections"),
-        "bitplan.fp8": "Fp8LayerError Fp8UnavailableError apply_fp8_config gather_weights_in_fp8",
+        _STREAM_ERRORS: "BlockNonFiniteError StreamStateError TransferError",
+        _POLICY: "PrecisionTelemetry TelemetryError",
+        "bitplan.packed": "LayerError QuantEmbedding QuantExperts QuantLinear TileCache fuse_projections",
+        "bitplan.packed.apply_plan": "ApplyError",
+        "bitplan.fp8": "apply_fp8_config gather_weights_in_fp8",
+        "bitplan.fp8.layer_settings": "Fp8LayerError Fp8UnavailableError",
         "bitplan": "apply_fp8 apply_plan load_packed save_packed warm_up",
     },
-    "bitplan.searching": {"bitplan.searching.explain": "explain_plan"},
+    "bitplan.searching": {
+        "bitplan.searching.explain": "explain_plan",
+        "bitplan.searching.fit": "FitResult",
+        "bitplan.searching.goal": "EvidenceFileError GoalError",
+        "bitplan.searching.run": "SearchResult",
+        "bitplan.searching.solver": "Solution solve",
+    },
     "bitplan.streaming": {
-        "bitplan.streaming.selective.decide": "describe_changes",
-        "bitplan.streaming.selective.gradient_statistics": "GradStatsCollector collect_grad_stats",
+        _STREAM_ERRORS: "BlockNonFiniteError StreamStateError TransferError",
+        _CALIBRATION: "CalibrationError",
+        _STATISTICS: "GradStatsCollector GradStatsError collect_grad_stats",
+        _POLICY: "PrecisionTelemetry TelemetryError",
+        _LIMITS: "HeuristicPolicyBridge Phase Pressure",
+        _STATE: "PolicyState layout_of load_state observe save_state",
+        _DECIDE: "compute_hints describe_changes",
     },
     "bitplan.store": {
         "bitplan.files": (
@@ -73,12 +102,19 @@ _MOVED = {
         "bitplan": "compare_models open_tensors quantize_file",
         "bitplan.rounding": "round_weight round_with_report",
     },
+    "bitplan.trees": {
+        "bitplan.trees.distributed.fit": "DistributedFit",
+        "bitplan.trees.estimator_base": "RoundState",
+        "bitplan.trees.gradients": "GradientPrecision Gradients GradientsF32 GradientsI16 GradientsI8",
+        "bitplan.trees.pieces": "TablePieces",
+        "bitplan.trees.recommend": "PrecisionAdvice",
+    },
 }
 # Names that another one does the work of now: where it is, and what to call.
-_SAVE_LOAD, _RECORD = "bitplan.files.models.save_load", "bitplan.plan.structure.model_view"
+_SAVE_LOAD = "bitplan.files.models.save_load"
 _LOAD = (_SAVE_LOAD, "load_model", "bitplan.load_packed(path, model=model, masters=True).model")
 _SAVE = (_SAVE_LOAD, "write_model", "bitplan.save_packed(model, path)")
-_PROMISE = (_RECORD, "TensorSpec.of", "bitplan.files.TensorSpec.of(name, shape, fmt, dtype)")
+_PROMISE = (_VIEW, "TensorSpec.of", "bitplan.files.TensorSpec.of(name, shape, fmt, dtype)")
 _REPLACED = {
     "bitplan": {"load_model": _LOAD, "save_model": _SAVE},
     "bitplan.store": {"load_model": _LOAD, "save_model": _SAVE, "Promise": _PROMISE},
@@ -111,7 +147,7 @@ def _header(dtype: str, shape: tuple[int, ...], nbytes: int) -> tuple[str, tuple
 
 
 def _stored(shape: tuple[int, ...], dtype: str = "float32", packed: bool = False) -> Any:
-    return importlib.import_module(_RECORD).TensorSpec.of("", shape, dtype if packed else None, dtype)
+    return importlib.import_module(_VIEW).TensorSpec.of("", shape, dtype if packed else None, dtype)
 
 
 def add_old_parts() -> None:

@@ -46,8 +46,9 @@ from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted, give_inputs, refuse_inputs_of_experts
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.manifest import needs_base
-from bitplan.plan.names import listed, without_expert
+from bitplan.plan.names import listed
 from bitplan.plan.plan import Planned
+from bitplan.plan.structure.families import split_expert
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -397,7 +398,7 @@ class Quantization(Closing):
         unstackable = {
             name: "int8_row" if file.specs[name].shape[-1] % 32 else "mxfp4"
             for name in packed
-            if name not in unpacked and without_expert(name) != name and needs_base(plan[name].format)
+            if name not in unpacked and split_expert(name) and needs_base(plan[name].format)
         }
         for name, fmt in unstackable.items():
             reason = f"experts are packed as one weight, and {plan[name].format} has a factor for each"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from bitplan.base.errors import StoreError
 from bitplan.files.input_statistics import EvidenceFile, expert_name, weight_digest
-from bitplan.plan.names import without_expert
+from bitplan.plan.structure.families import without_expert
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     )
     from bitplan.formats.encoded import Encoded as Encoded
     from bitplan.formats.format import Format as Format
-    from bitplan.formats.quantization_error import ErrorReport as ErrorReport, error_report as error_report
+    from bitplan.formats.quantization_error import error_report as error_report
     from bitplan.formats.reencode import repack as repack, requantize as requantize
     from bitplan.formats.registry import get_format as get_format, list_formats as list_formats
     from bitplan.formats.scale_checks import scale_health as scale_health

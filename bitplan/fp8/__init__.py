@@ -22,7 +22,6 @@ from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.fp8.bench.bench_options import BenchOptions as BenchOptions
-    from bitplan.fp8.layer_settings import Fp8LayerError as Fp8LayerError, Fp8UnavailableError as Fp8UnavailableError
     from bitplan.fp8.layers.linear import gather_weights_in_fp8 as gather_weights_in_fp8
     from bitplan.fp8.policy.layers import (
         Parallel as Parallel,

@@ -33,9 +33,10 @@ from torch import nn
 from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error, kind_of, name_of_role
 from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
-from bitplan.plan.names import ShellPatterns, without_expert
+from bitplan.plan.names import ShellPatterns
 from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
+from bitplan.plan.structure.families import split_expert
 from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
 
 _LEFT = {"head": "the output layer", "router": "a router"}
@@ -200,7 +201,7 @@ class _Finder:
         kind = kind_of(name, has_norm=taken is not None)
         obstacle = self._obstacle(paths)
         weight = f"{paths[0]}.weight"
-        if without_expert(weight) != weight:
+        if split_expert(weight) is not None:
             obstacle = "an expert of its own: experts were measured as one grouped product"
         parent = paths[0].rpartition(".")[0]
         label = "+".join([paths[0], *(path.removeprefix(f"{parent}.") for path in paths[1:])])

@@ -19,7 +19,6 @@ from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.base.errors import MeasureError as MeasureError
-    from bitplan.packed.apply_plan import ApplyError as ApplyError
     from bitplan.packed.kv_cache import KVCache as KVCache
     from bitplan.packed.machine import examine_machine as examine_machine
     from bitplan.packed.product_strategy import LayerError as LayerError

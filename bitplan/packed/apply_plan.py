@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from bitplan.base.errors import ArgumentError, BitplanError, did_you_mean
+from bitplan.base.errors import ArgumentError, PlanError, did_you_mean
 from bitplan.files.models.decoded_in_eval import Morphed
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import encode
@@ -143,7 +143,7 @@ SKIP_HINT = 'or unsupported="skip" leaves such layers as they are'
 UNSUPPORTED = ("error", "skip")
 
 
-class ApplyError(BitplanError, ValueError):
+class ApplyError(PlanError):
     """A plan that does not fit the model it is for."""
 
 

@@ -252,6 +252,12 @@ def _runner(fused: FusedMatmul, weight: Encoded, prepared: Any, x: Tensor) -> Ru
     return lambda launch: fused.run(x, weight, prepared, None, launch)
 
 
+def _too_large_for_the_gpu() -> tuple[type[Exception], ...]:
+    """What Triton raises for a launch that needs more than the GPU has; nothing where Triton was not imported."""
+    triton = sys.modules.get("triton")
+    return () if triton is None else (triton.OutOfResources,)
+
+
 @dataclass(frozen=True)
 class _Bench:
     weight: Encoded
@@ -277,8 +283,8 @@ class _Bench:
         for launch in list(launches):
             try:
                 product = run(launch).float()
-            except Exception as error:
-                if type(error).__name__ != "OutOfResources" or len(launches) == 1:
+            except _too_large_for_the_gpu() as error:
+                if len(launches) == 1:
                     raise
                 log.info("bitplan: launch %s needs more than this GPU has: %s", launch, error)
                 launches.remove(launch)

@@ -17,24 +17,10 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.base.errors import (
-        ManifestError as ManifestError,
-        PlanError as PlanError,
-        PlanFileError as PlanFileError,
-    )
-    from bitplan.plan.check_manifest import (
-        Finding as Finding,
-        check_headers as check_headers,
-        require_clean as require_clean,
-    )
+    from bitplan.base.errors import PlanError as PlanError
+    from bitplan.plan.check_manifest import check_headers as check_headers
     from bitplan.plan.format_choices import choose_formats as choose_formats
-    from bitplan.plan.manifest import (
-        Manifest as Manifest,
-        manifest_schema as manifest_schema,
-        expand_raw_map as expand_raw_map,
-        open_manifest as open_manifest,
-        shipped_manifest as shipped_manifest,
-    )
+    from bitplan.plan.manifest import Manifest as Manifest, shipped_manifest as shipped_manifest
     from bitplan.plan.plan import (
         Choice as Choice,
         Plan as Plan,
@@ -42,6 +28,5 @@ if TYPE_CHECKING:
         combine as combine,
     )
     from bitplan.plan.from_records import read_plan as read_plan
-    from bitplan.plan.structure.model_view import ModelView as ModelView, TensorRecord as TensorRecord
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

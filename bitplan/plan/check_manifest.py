@@ -27,7 +27,6 @@ finding has a code, the place it is about, and a line that says what was expecte
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -39,6 +38,7 @@ from bitplan.formats.elements import ITEM_BYTES
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Part, part_dtype
+from bitplan.plan.structure.families import row_of, split_expert
 from bitplan.plan.structure.model_view import TensorSpec
 
 CAST = "cast"
@@ -46,11 +46,6 @@ OTHER_MODEL = "other-model"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Torch's own name for E8M0 bytes.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
-_FUSED = (
-    ("q/k/v", re.compile(r"\b(?:attn_)?[qkv](?=_proj\b|\.(?:weight|bias)$)|\battn_[qkv]\b"), "[qkv]"),
-    ("gate/up", re.compile(r"\b(?:gate|up)(?=_proj\b)|\bffn_(?:gate|up)(?=_exps\b|\b)|\bw[13]\b"), "[gate/up]"),
-    ("experts", re.compile(r"(?<=\bexperts\.)[0-9]+"), "[*]"),
-)
 
 
 class Finding(NamedTuple):
@@ -282,14 +277,18 @@ def _fits(data: tuple[int, ...], scales: tuple[int, ...], block_bytes: int) -> b
 
 
 def _fused_groups(tags: Mapping[str, Tag]) -> Iterator[Finding]:
-    for kind, pattern, mark in _FUSED:
-        groups: dict[str, dict[str, list[str]]] = {}
-        for name, tag in tags.items():
-            key, count = pattern.subn(mark, name)
-            if count:
-                groups.setdefault(key, {}).setdefault(tag.format, []).append(name)
-        for key, formats in groups.items():
-            if len(formats) > 1:
-                shown = "; ".join(f"{fmt}: {listed(names, 3)}" for fmt, names in formats.items())
-                text = f"{kind} would get different formats, which runtimes that fuse them cannot load ({shown})"
-                yield Finding("fused-group", key, text)
+    """What runtimes compute as one and a manifest gives different formats: joined projections, a layer's experts."""
+    groups: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name, tag in tags.items():
+        row, expert = row_of(name), split_expert(name)
+        if row is not None and row.joined:
+            key = ".".join(f"[{row.joined}]" if part in row.names else part for part in name.split("."))
+            groups.setdefault((row.joined, key), {}).setdefault(tag.format, []).append(name)
+        if expert is not None:
+            key = f"{expert[0]}.[*].{expert[2]}"
+            groups.setdefault(("experts", key), {}).setdefault(tag.format, []).append(name)
+    for (kind, key), formats in groups.items():
+        if len(formats) > 1:
+            shown = "; ".join(f"{fmt}: {listed(names, 3)}" for fmt, names in formats.items())
+            text = f"{kind} would get different formats, which runtimes that fuse them cannot load ({shown})"
+            yield Finding("fused-group", key, text)

@@ -18,9 +18,9 @@ from bitplan.formats.format import NARROW_KERNEL
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
 from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan.manifest import Manifest
-from bitplan.plan.names import ShellPatterns, listed, without_expert
+from bitplan.plan.names import ShellPatterns, listed
 from bitplan.plan.plan import Cause, Choice, Plan, Planned
-from bitplan.plan.structure.families import guess_role, role_of
+from bitplan.plan.structure.families import guess_role, role_of, split_expert
 from bitplan.plan.structure.model_view import TensorSpec
 
 SMALL_NUMBERS = 1024
@@ -166,7 +166,7 @@ def refuse_inputs_of_experts(plan: Plan, where: str) -> None:
     """Packed experts have no products that round their inputs."""
     for name, fmt in plan.inputs.items():
         shape = plan.entries[name].shape
-        if without_expert(name) != name or (shape is not None and len(shape) != 2):
+        if split_expert(name) is not None or (shape is not None and len(shape) != 2):
             raise PlanError(
                 f"{where}: {name}: packed experts have no products of inputs in {fmt}; leave inputs as they are "
                 "(keep), or give other weights theirs by a manifest's rules"

@@ -14,7 +14,6 @@ from collections.abc import Iterable
 from bitplan.base.errors import BitplanError, PlanError, did_you_mean
 
 MOST_UNMATCHED_SHOWN = 6
-_EXPERT = re.compile(r"(^|\.)experts\.[0-9]+(?=\.)")
 
 
 class ShellPatterns:
@@ -96,11 +95,6 @@ def split_layer(name: str) -> tuple[str, str, str]:
     """The name before the layer's number, the number, and the name after it; without a number: the name, '', ''."""
     match = re.fullmatch(r"((?:[^.]*\.)*?)([0-9]{1,9})(\..*)", name)
     return (match[1], match[2], match[3]) if match else (name, "", "")
-
-
-def without_expert(name: str) -> str:
-    """The name that a projection's weights have in common, of all experts of a layer: without the expert's number."""
-    return _EXPERT.sub(r"\1experts", name)
 
 
 def number_ranges(numbers: Iterable[str]) -> str:

@@ -19,21 +19,10 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.searching.goal import (
-        EvidenceFileError as EvidenceFileError,
-        GoalError as GoalError,
-        SearchError as SearchError,
-    )
+    from bitplan.searching.goal import SearchError as SearchError
     from bitplan.searching.evidence import SearchEvidence as SearchEvidence
-    from bitplan.searching.fit import FitResult as FitResult
     from bitplan.searching.goal import Goal as Goal
-    from bitplan.searching.run import (
-        Searcher as Searcher,
-        SearchOptions as SearchOptions,
-        SearchResult as SearchResult,
-        search as search,
-    )
-    from bitplan.searching.solver import Solution as Solution, solve as solve
+    from bitplan.searching.run import Searcher as Searcher, SearchOptions as SearchOptions, search as search
     from bitplan.searching.verify import verify_model as verify_model
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

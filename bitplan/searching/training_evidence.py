@@ -62,7 +62,7 @@ def read_gradients(path: str | Path, subject: SearchSubject) -> dict[str, float]
     reader = Reader(str(path), EvidenceFileError)
     inner = document.get("policy", document) if type(document) is dict else document
     if type(inner) is not dict or inner.get("document") != STATE:
-        reader.stop("no state of selective precision; SelectivePrecisionPolicy.save and save_state write one")
+        reader.stop("no state of selective precision; SelectivePrecisionPolicy.save writes one")
     if not OBJECT.holds(inner.get("layout")):
         reader.fail("layout", OBJECT.text, inner.get("layout"))
     layout: dict[str, Any] = inner["layout"]

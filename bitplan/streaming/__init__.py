@@ -13,28 +13,9 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.streaming.errors import (
-        BlockNonFiniteError as BlockNonFiniteError,
-        StreamError as StreamError,
-        StreamStateError as StreamStateError,
-        TransferError as TransferError,
-    )
+    from bitplan.streaming.errors import StreamError as StreamError
     from bitplan.streaming.options import StreamOptions as StreamOptions
-    from bitplan.streaming.selective.calibration import CalibrationError as CalibrationError
     from bitplan.streaming.selective.config import SelectiveError as SelectiveError
-    from bitplan.streaming.selective.decide import compute_hints as compute_hints
-    from bitplan.streaming.selective.gradient_statistics import GradStatsError as GradStatsError
-    from bitplan.streaming.selective.state import (
-        PolicyState as PolicyState,
-        layout_of as layout_of,
-        load_state as load_state,
-        observe as observe,
-        save_state as save_state,
-    )
-    from bitplan.streaming.selective.training_policy import (
-        PrecisionTelemetry as PrecisionTelemetry,
-        TelemetryError as TelemetryError,
-    )
     from bitplan.streaming.selective.trainer_callbacks import (
         TensorBoardScalars as TensorBoardScalars,
         lightning_callback as lightning_callback,
@@ -48,12 +29,7 @@ if TYPE_CHECKING:
         SimulatedDevice as SimulatedDevice,
         StreamDevice as StreamDevice,
     )
-    from bitplan.streaming.transfer.transfer_limits import (
-        HeuristicPolicyBridge as HeuristicPolicyBridge,
-        Phase as Phase,
-        Pressure as Pressure,
-        RuntimeLimitHints as RuntimeLimitHints,
-    )
+    from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints as RuntimeLimitHints
     from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
     from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy
     from bitplan.streaming.selective.calibration import run_calibration as run_calibration

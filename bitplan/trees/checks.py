@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -70,7 +71,10 @@ def targets_of(y: Array) -> Array:
 
 
 def is_missing(value: Any) -> bool:
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or value != value  # NaN
+    """Whether a label is None, NaN, or pandas' NA or NaT, which exist only where pandas has been imported."""
+    if (pandas := sys.modules.get("pandas")) is not None and pandas.api.types.is_scalar(value):
+        return bool(pandas.isna(value))
+    return value is None or bool(value != value)  # NaN
 
 
 def refuse_missing_targets(y: Array) -> None:

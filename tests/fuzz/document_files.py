@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.base.records import read_json
-from bitplan.plan import Manifest, Plan, check_headers, expand_raw_map
+from bitplan.plan import Manifest, Plan, check_headers
+from bitplan.plan.manifest import expand_raw_map
 from bitplan.searching import SearchEvidence
 from bitplan.searching.solver import front
 from tests.fuzz.weight_files import written

@@ -200,6 +200,16 @@ def test_a_wrong_kernel_is_refused_loudly_and_not_timed(
     assert pick(record, 1, room=False).strategy == "decode"
 
 
+def test_products_in_fp8_are_compared_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitplan.packed.products import fp8_rows
+
+    one = encode(torch.randn(48, 256, generator=torch.Generator().manual_seed(0)), "fp8_e4m3_row")
+    assert crossover.measure_fp8(one, 16, timer=one_ms) == Timing(16, {"fp8": (1.0,) * crossover.REPEATS})
+    right = fp8_rows.fp8_linear
+    monkeypatch.setattr(fp8_rows, "fp8_linear", lambda *given: right(*given).roll(1, dims=1))
+    assert "results at 16 rows" in str(crossover.measure_fp8(one, 16, timer=one_ms))
+
+
 def test_a_kernel_that_is_wrong_for_one_launch_at_many_rows_is_refused() -> None:
     kernel = Kernel(launches=(NARROW, WIDE))
     right = kernel.run
@@ -220,20 +230,28 @@ def test_a_format_without_a_kernel_is_measured_without_it() -> None:
 
 
 def test_a_launch_the_gpu_has_no_room_for_is_left_out() -> None:
-    class OutOfResources(Exception):  # noqa: N818  (Triton's name)
-        pass
-
+    triton = pytest.importorskip("triton")
     kernel = Kernel(launches=(NARROW, WIDE))
     right = kernel.run
 
     def run(x: Tensor, *rest: Any) -> Tensor:
         if rest[-1] == NARROW:
-            raise OutOfResources("shared memory")
+            raise triton.OutOfResources(300_000, 232_448, "shared memory")
         return right(x, *rest)
 
     kernel.run = run  # type: ignore[method-assign]
     record = measured_in_float32(weight(), kernel, timer=one_ms, row_counts=(1,))
     assert record.timings[0].launch == WIDE
+
+
+def test_an_error_that_only_has_the_name_of_triton_s_is_raised() -> None:
+    class OutOfResources(Exception):  # noqa: N818  (Triton's name)
+        pass
+
+    kernel = Kernel(launches=(NARROW, WIDE))
+    kernel.run = lambda *_: (_ for _ in ()).throw(OutOfResources("of another library"))  # type: ignore[method-assign]
+    with pytest.raises(OutOfResources):
+        measured_in_float32(weight(), kernel, timer=one_ms, row_counts=(1,))
 
 
 def test_running_out_of_memory_ends_the_measurement_with_what_there_is() -> None:

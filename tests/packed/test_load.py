@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import bitplan
-from bitplan.base.errors import FileFormatError, MissingLibraryError, StoreError
+from bitplan.base.errors import FileFormatError, ManifestError, MissingLibraryError, StoreError
 from bitplan.files.gguf import GGUFFile, write_gguf
 from bitplan.files.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.files.gpt_oss import source as gpt_oss_source
@@ -29,7 +29,7 @@ from bitplan.packed.checkpoints.load import check_filled, load_packed
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.quant_experts import QuantExperts
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan import ManifestError, shipped_manifest
+from bitplan.plan import shipped_manifest
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = ("openai", "hf", "gguf")

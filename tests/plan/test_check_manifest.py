@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.base.errors import ManifestError
 from bitplan.formats import list_formats
-from bitplan.plan import Finding, Manifest, ManifestError, check_headers, require_clean, shipped_manifest
+from bitplan.plan import Manifest, check_headers, shipped_manifest
+from bitplan.plan.check_manifest import Finding, require_clean
 from bitplan.plan.manifest import Rule, Tag
 from tests.crosses import few
 from tests.limits import assert_quick
@@ -218,10 +220,10 @@ def test_a_format_of_bitplans_in_the_header(dtype, nbytes, expected):
         (
             llama(),
             r"model\.layers\.1\.self_attn\.k_proj\.weight",
-            "model.layers.1.self_attn.[qkv]_proj.weight",
-            "q/k/v",
+            "model.layers.1.self_attn.[qkv].weight",
+            "qkv",
         ),
-        (llama(), r"model\.layers\.0\.mlp\.up_proj\.weight", "model.layers.0.mlp.[gate/up]_proj.weight", "gate/up"),
+        (llama(), r"model\.layers\.0\.mlp\.up_proj\.weight", "model.layers.0.mlp.[gate_up].weight", "gate_up"),
         (
             mixtral(),
             r"model\.layers\.0\.block_sparse_moe\.experts\.5\.w2\.weight",

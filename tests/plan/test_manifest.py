@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.plan import Manifest, ManifestError, Plan, check_headers, combine, expand_raw_map, manifest_schema
-from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS, Rule, Tag
+from bitplan.base.errors import ManifestError
+from bitplan.plan import Manifest, Plan, check_headers, combine
+from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS, Rule, Tag, expand_raw_map, manifest_schema
 from bitplan.plan.structure.families import guess_role
 from tests.limits import assert_quick
 

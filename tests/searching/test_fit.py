@@ -12,9 +12,9 @@ import transformers
 import bitplan
 from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.kv_formats import KVFormats
-from bitplan.searching import EvidenceFileError, GoalError, SearchError, SearchEvidence, fit
+from bitplan.searching import SearchError, SearchEvidence, fit
 from bitplan.searching.fit import KV_CANDIDATES, KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
-from bitplan.searching.goal import Goal, parse_tokens
+from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, parse_tokens
 from bitplan.searching.memory_probe import MemoryProbe, _measure
 from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
 from bitplan.searching.solver import solve

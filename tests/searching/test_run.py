@@ -30,21 +30,12 @@ from bitplan.plan.format_choices import choose_formats
 from bitplan.report.page import write_report
 from bitplan.report.read_records import read_records
 from bitplan.rounding import round_weight
-from bitplan.searching import (
-    EvidenceFileError,
-    Goal,
-    GoalError,
-    SearchError,
-    SearchEvidence,
-    blocks,
-    collect,
-    damage,
-    searched_model,
-)
+from bitplan.searching import Goal, SearchError, SearchEvidence, blocks, collect, damage, searched_model
 from bitplan.searching import run as runner
 from bitplan.searching import statistics as gathered
 from bitplan.searching.collect import EVIDENCE
 from bitplan.searching.explain import explain_plan
+from bitplan.searching.goal import EvidenceFileError, GoalError
 from bitplan.searching.run import SearchOptions
 from bitplan.searching.runtime_formats import TARGETS
 from bitplan.searching.searched_model import subject_of

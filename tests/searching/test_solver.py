@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from bitplan.searching import Goal, GoalError, SearchEvidence, solve
+from bitplan.searching import Goal, SearchEvidence
 from bitplan.searching.evidence import FormatCost, TensorGroup
 from bitplan.searching.explain import compare_plans, explain_plan
-from bitplan.searching.goal import parse_bytes
-from bitplan.searching.solver import front, may_win, rivals_of
+from bitplan.searching.goal import GoalError, parse_bytes
+from bitplan.searching.solver import front, may_win, rivals_of, solve
 
 FORMATS = {"mxfp4": 4.25, "q4_0_gguf": 4.5, "int8_row": 8.06, "bfloat16": 16.0}
 

@@ -14,6 +14,7 @@ from bitplan.trees import (
     load_trees,
     recommend_gradient_precision,
 )
+from bitplan.trees.checks import is_missing
 from tests.crosses import few
 
 SETTINGS = {"n_estimators": 6, "max_leaves": 8}
@@ -146,3 +147,11 @@ def test_text_where_fit_had_numbers_as_categories_is_refused(dtype):
     text = frame.assign(town=[str(code) for code in codes]).astype({"town": dtype})
     with pytest.raises(TreesError, match=r"column 'town' has categories that are no text, such as 0, got .*'\d+'"):
         model.predict(text)
+
+
+def test_missing_is_what_pandas_says_and_no_class_of_that_name():
+    class NAType:
+        pass
+
+    assert all(map(is_missing, (None, float("nan"), np.float32("nan"), pd.NA, pd.NaT, np.datetime64("NaT"))))
+    assert not any(map(is_missing, (NAType(), "", 0, "nan", [float("nan")], (None,))))

@@ -11,9 +11,10 @@ import pytest
 from sklearn.metrics import mean_absolute_error, r2_score, roc_auc_score
 from sklearn.utils.estimator_checks import check_estimator
 
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError
 from bitplan.trees import boost as boosting
 from bitplan.trees.checks import seed_of
+from bitplan.trees.gradients import GradientPrecision
 from tests.crosses import few
 from tests.trees.naive import naive_scores
 from tests.trees.samples import table

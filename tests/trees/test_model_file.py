@@ -9,7 +9,8 @@ import pandas as pd
 import pytest
 
 from bitplan.base.errors import BitplanError, FileFormatError
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, GradientPrecision, TreesError, load_trees
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, load_trees
+from bitplan.trees.gradients import GradientPrecision
 from tests.trees.samples import table
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bitplan.trees import GradientPrecision, TreesError, recommend_gradient_precision
+from bitplan.trees import TreesError, recommend_gradient_precision
+from bitplan.trees.gradients import GradientPrecision
 from bitplan.trees.recommend import PrecisionSeen, TableSeen, advise
 from tests.trees.samples import table
 

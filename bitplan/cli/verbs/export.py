@@ -66,8 +66,9 @@ def export(
     """
     from bitplan.files.certificate import evidence_of_search
     from bitplan.files.engines.targets import TARGETS, ExportRequest, prepare_export
-    from bitplan.plan import Plan, open_manifest
+    from bitplan.plan import Plan
     from bitplan.plan.format_choices import Wanted
+    from bitplan.plan.manifest import open_manifest
 
     if sum(given is not None for given in (fmt, manifest, plan)) > 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan, or none: tensors stay as they are")

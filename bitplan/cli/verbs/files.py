@@ -241,7 +241,8 @@ def quantize(
     from bitplan.files.certificate import evidence_of_search, proven_otherwise
     from bitplan.files.quantize_files import Quantization
     from bitplan.formats.input_formats import STATIC
-    from bitplan.plan import Plan, open_manifest
+    from bitplan.plan import Plan
+    from bitplan.plan.manifest import open_manifest
     from bitplan.plan.plan import plan_file
 
     if sum(given is not None for given in (fmt, manifest, plan)) != 1:

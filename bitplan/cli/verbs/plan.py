@@ -17,7 +17,8 @@ from bitplan.cli.quick_help import QuickCommand, QuickGroup, manifest_names, shi
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
-    from bitplan.plan import Finding, Plan
+    from bitplan.plan import Plan
+    from bitplan.plan.check_manifest import Finding
     from bitplan.searching.goal import Goal
 
 manifest_app = typer.Typer(
@@ -133,8 +134,9 @@ def _checked(arguments: list[str], deep: bool, has_all_bytes: bool = False) -> C
         read_config,
         read_packed_plan,
     )
-    from bitplan.plan import check_headers, open_manifest
+    from bitplan.plan import check_headers
     from bitplan.plan.check_manifest import CAST
+    from bitplan.plan.manifest import open_manifest
 
     if len(arguments) > 2:
         raise typer.BadParameter("give MANIFEST and CHECKPOINT, or a folder that `bitplan quantize` wrote")
@@ -224,7 +226,8 @@ def plan(
     from bitplan.base.records import check_output
     from bitplan.files.headers import plan_for_file
     from bitplan.files.open_files import open_tensors
-    from bitplan.plan import open_manifest, read_plan
+    from bitplan.plan import read_plan
+    from bitplan.plan.manifest import open_manifest
 
     if source is not None:
         if arguments or fmt or keep:
@@ -431,7 +434,8 @@ def expand(
     Example: bitplan manifest expand raw.json
     """
     from bitplan.base.records import read_json
-    from bitplan.plan import Manifest, expand_raw_map
+    from bitplan.plan import Manifest
+    from bitplan.plan.manifest import expand_raw_map
 
     expanded = expand_raw_map(read_json(raw), where=str(raw))
     Manifest.from_document(expanded, where=str(raw))  # refuse unknown formats now, not at the first use
@@ -444,6 +448,6 @@ def schema(_as_json: AlwaysJson = False) -> None:
 
     Example: bitplan manifest schema
     """
-    from bitplan.plan import manifest_schema
+    from bitplan.plan.manifest import manifest_schema
 
     show_json(manifest_schema())

@@ -89,8 +89,9 @@ def judge(
     from bitplan.files.open_files import open_tensors
     from bitplan.formats import get_format
     from bitplan.formats.input_formats import AS_LLAMA_CPP, input_format
-    from bitplan.plan import Manifest, Plan, open_manifest
+    from bitplan.plan import Manifest, Plan
     from bitplan.plan.kv_formats import KVFormats
+    from bitplan.plan.manifest import open_manifest
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
     if text is None:

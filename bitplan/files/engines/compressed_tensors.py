@@ -29,13 +29,14 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
+from bitplan.files.engines.folder import FolderExport, FolderSource, open_folder
 from bitplan.files.engines.kernels import Engine, get_engine
-from bitplan.files.engines.targets import EXPERT, ExportRequest, kv_of_request
+from bitplan.files.engines.targets import ExportRequest, OutputTensor, kv_of_request
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.kv_formats import KVFormats
+from bitplan.plan.structure.families import split_expert
 
 TARGET = "compressed-tensors"
 
@@ -114,7 +115,7 @@ def prepare(request: ExportRequest) -> FolderExport:
     return export
 
 
-def _layer(source: FolderSource, name: str) -> OutputLayer:
+def _layer(source: FolderSource, name: str) -> OutputTensor:
     spec = source.file.spec(name)
     (fmt, reason), rounded = source.format_of(name), source.plan[name].input
     if fmt is None or fmt.is_cast or not source.is_linear(name):
@@ -133,7 +134,7 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
             f"{source.file.path}: compressed-tensors has no {fmt.name}{_beside(rounded)} ({name!r}); "
             f"take one of {', '.join(schemes)}"
         )
-    return OutputLayer((name,), fmt, reason, tuple(promises(name, spec.shape, fmt, rounded)), rounded)
+    return OutputTensor((name,), fmt, reason, tuple(promises(name, spec.shape, fmt, rounded)), rounded)
 
 
 def _beside(rounded: str | None) -> str:
@@ -145,7 +146,7 @@ def _scheme_of(fmt: Format, rounded: str | None) -> Scheme:
 
 
 def _check_kernels(
-    source: FolderSource, layers: Sequence[OutputLayer], joined: Sequence[Sequence[str]], engine: Engine
+    source: FolderSource, layers: Sequence[OutputTensor], joined: Sequence[Sequence[str]], engine: Engine
 ) -> None:
     """Refuse a packed layer that the engine could load and not multiply by."""
     rows_of = {name: sum(source.file.spec(each).shape[0] for each in group) for group in joined for name in group}
@@ -154,7 +155,7 @@ def _check_kernels(
             continue
         (name,), fmt = layer.sources, layer.fmt.name
         rows, cols = source.file.spec(name).shape
-        if not engine.has_kernel(fmt, layer.input, of_expert=EXPERT.fullmatch(name) is not None):
+        if not engine.has_kernel(fmt, layer.input, of_expert=split_expert(name) is not None):
             raise StoreError(
                 f"{source.file.path}: {engine.version} has no kernel for {fmt}{_beside(layer.input)} ({name!r}); "
                 f"the nearest that it has is {engine.instead(fmt, layer.input)}, or keep the layer",
@@ -186,7 +187,7 @@ def promises(name: str, shape: tuple[int, ...], fmt: Format, rounded: str | None
     return [TensorSpec.of(name, data_shape, None, data_dtype), scales]
 
 
-def _pack(encoded: Encoded, layer: OutputLayer, where: str) -> list[Tensor]:
+def _pack(encoded: Encoded, layer: OutputTensor, where: str) -> list[Tensor]:
     assert encoded.scales is not None
     container, data = _scheme_of(encoded.fmt, layer.input).container, encoded.data
     if container == _PACKED:
@@ -201,7 +202,7 @@ def _pack(encoded: Encoded, layer: OutputLayer, where: str) -> list[Tensor]:
     return [data, encoded.scales]
 
 
-def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[list[str]]:
+def _joined_groups(source: FolderSource, layers: Sequence[OutputTensor]) -> list[list[str]]:
     """The layers that engines compute as one, as the model's view has them.
 
     Those must have one format, and inputs in one; so must all experts of a layer, each of which reads its own inputs.
@@ -209,8 +210,8 @@ def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[
     by_name = {layer.sources[0]: layer for layer in layers}
     experts: dict[str, list[str]] = {}
     for name in by_name:
-        if expert := EXPERT.fullmatch(name):
-            experts.setdefault(expert["before"], []).append(name)
+        if expert := split_expert(name):
+            experts.setdefault(expert[0], []).append(name)
     for group in (*source.view.joined, *experts.values()):
         named = {
             name: f"{layer.fmt.name}{_beside(layer.input)}"
@@ -232,7 +233,7 @@ def _joined_groups(source: FolderSource, layers: Sequence[OutputLayer]) -> list[
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True, "dynamic": False}
 
 
-def quantization_config(layers: Sequence[OutputLayer], kv: KVFormats | None = None) -> dict[str, Any]:
+def quantization_config(layers: Sequence[OutputTensor], kv: KVFormats | None = None) -> dict[str, Any]:
     """What config.json says: a group for each pair of formats, by the names of its layers; others are ignored."""
     modules: dict[tuple[Format, str | None], list[str]] = {}
     ignored = []
@@ -240,7 +241,7 @@ def quantization_config(layers: Sequence[OutputLayer], kv: KVFormats | None = No
         module = layer.sources[0].removesuffix(".weight")
         if layer.fmt is not None and layer.is_packed:
             modules.setdefault((layer.fmt, layer.input), []).append(module)
-        elif layer.sources[0].endswith(".weight") and len(layer.promises[0].shape) == 2:
+        elif layer.sources[0].endswith(".weight") and len(layer.records[0].shape) == 2:
             ignored.append(module)
     groups = {
         f"group_{number}": {

@@ -1,6 +1,6 @@
 """What targets that are folders share: a model's folder in, another one out, with config, tokenizer and shards.
 
-A target says of every tensor what it becomes (`OutputLayer`) and how packed numbers lie there (`pack`). Tensors are
+A target says of every tensor what it becomes (`OutputTensor`) and how packed numbers lie there (`pack`). Tensors are
 read, encoded and written one at a time; one that is packed already in the wanted format keeps its bits.
 """
 
@@ -22,7 +22,7 @@ from bitplan.files.certificate import certificate_of, written_plan
 from bitplan.files.describe_files import describe_tensors
 from bitplan.files.engines.gguf_names import evidence_of, fit_names
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
-from bitplan.files.engines.targets import ExportReport, ExportRequest, ExportRow, OnBytes, notes_on_inputs
+from bitplan.files.engines.targets import ExportReport, ExportRequest, OnBytes, OutputTensor, notes_on_inputs
 from bitplan.files.headers import check_model_source, is_gguf, plan_for_file
 from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import (
@@ -52,22 +52,7 @@ from bitplan.plan.structure.model_view import ModelView
 PLAIN = ("bfloat16", "float16", "float32")
 DEFAULT_TYPE = "bfloat16"
 _NOT_PACKED = {"router", "embedding", "position_embedding", "norm", "convolution", "bias", "scale"}
-Pack = Callable[[Encoded, "OutputLayer", str], list[Tensor]]
-
-
-@dataclass(frozen=True)
-class OutputLayer:
-    """One tensor of the source, or the experts of a layer, and what it becomes there; `fmt` None stays as it is."""
-
-    sources: tuple[str, ...]
-    fmt: Format | None
-    reason: str
-    promises: tuple[TensorSpec, ...]
-    input: str | None = None
-
-    @property
-    def is_packed(self) -> bool:
-        return self.fmt is not None and not self.fmt.is_cast
+Pack = Callable[[Encoded, "OutputTensor", str], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -87,12 +72,12 @@ class FolderSource:
         entry = self.plan.entries[name]
         return None if entry.stored is not None else get_format(entry.choice.format), entry.choice.reason
 
-    def unpacked(self, name: str, fmt: Format | None, reason: str) -> OutputLayer:
+    def unpacked(self, name: str, fmt: Format | None, reason: str) -> OutputTensor:
         """A tensor that the output holds as plain numbers: in its own type, or cast."""
         spec = self.file.spec(name)
         cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
         dtype = spec.torch_dtype if cast is None else cast.storage
-        return OutputLayer((name,), cast, reason, (TensorSpec.of(name, spec.shape, None, dtype),))
+        return OutputTensor((name,), cast, reason, (TensorSpec.of(name, spec.shape, None, dtype),))
 
     @cached_property
     def view(self) -> ModelView:
@@ -175,11 +160,9 @@ def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[st
         return evidence
 
 
-def _format_there(plan: Plan, name: str, layer: OutputLayer) -> str | None:
+def _format_there(plan: Plan, name: str, layer: OutputTensor) -> str | None:
     """The format of a tensor in the output; None where it stays as the plan has it."""
-    if layer.fmt is not None:
-        return layer.fmt.name
-    return layer.promises[0].dtype if plan.entries[name].stored is None else None
+    return None if layer.fmt is None and plan.entries[name].stored is not None else layer.format_there
 
 
 class FolderExport:
@@ -196,7 +179,7 @@ class FolderExport:
         request: ExportRequest,
         target: str,
         source: FolderSource,
-        layers: Sequence[OutputLayer],
+        layers: Sequence[OutputTensor],
         config: Mapping[str, Any],
         pack: Pack,
         joined: Sequence[Sequence[str]] = (),
@@ -204,7 +187,7 @@ class FolderExport:
     ) -> None:
         self._request, self._file, self._config, self._pack = request, source.file, config, pack
         self._folder, self._stamps = source.folder, stamps_of(source.file.files)
-        self._layers = {promise.name: layer for layer in layers for promise in layer.promises}
+        self._layers = {promise.name: layer for layer in layers for promise in layer.records}
         self._metadata = {**METADATA, **(metadata or {})}
         self._made: dict[str, Tensor] = {}
         self._joined = {name: tuple(group) for group in joined for name in group}
@@ -214,29 +197,15 @@ class FolderExport:
         }
         self._plan = written_plan(source.plan, written, source.file.tied)
         left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
-        rows = [self._row(layer) for layer in layers]
+        rows = [layer.row(source.file) for layer in layers]
         self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
         if not any(layer.input for layer in layers):
             self.report.notes += notes_on_inputs(source.plan, target)
         packed = [name for layer in layers if layer.is_packed for name in layer.sources]
         self._evidence = _open_evidence(request, source.file, packed)
 
-    def _row(self, layer: OutputLayer) -> ExportRow:
-        spec = self._file.spec(layer.sources[0])
-        count = len(layer.sources)
-        name = layer.fmt.name if layer.fmt is not None else layer.promises[0].dtype
-        return ExportRow(
-            layer.promises[0].name,
-            layer.sources[0] + (f" and {count - 1} more" if count > 1 else ""),
-            (count, *spec.shape) if count > 1 else spec.shape,
-            spec.format,
-            name,
-            layer.reason,
-            sum(promise.nbytes for promise in layer.promises),
-        )
-
     def write(self, on_bytes: OnBytes | None = None) -> None:
-        promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.promises]
+        promises = [promise for layer in dict.fromkeys(self._layers.values()) for promise in layer.records]
         shards = [replace(shard, metadata=self._metadata) for shard in cut_shards(promises, {})]
         evidence = None if self._request.evidence is None else evidence_file(self._request.evidence)
         certificate = certificate_of(
@@ -277,21 +246,21 @@ class FolderExport:
         """The parts of a layer come one after the other: they are made together, and each is taken once."""
         if name not in self._made:
             layer = self._layers[name]
-            self._made |= dict(zip((promise.name for promise in layer.promises), self._tensors(layer), strict=True))
+            self._made |= dict(zip((promise.name for promise in layer.records), self._tensors(layer), strict=True))
         return self._made.pop(name)
 
-    def _tensors(self, layer: OutputLayer) -> list[Tensor]:
+    def _tensors(self, layer: OutputTensor) -> list[Tensor]:
         made = [self._of(layer, source) for source in layer.sources]
         return made[0] if len(made) == 1 else [torch.stack(parts) for parts in zip(*made, strict=True)]
 
-    def _of(self, layer: OutputLayer, source: str) -> list[Tensor]:
+    def _of(self, layer: OutputTensor, source: str) -> list[Tensor]:
         where, spec = f"{self._file.path}: {source}", self._file.spec(source)
         if layer.is_packed:
             assert layer.fmt is not None
             return self._pack(self._encoded(layer.fmt, source), layer, where)
         numbers = self._file.read_float(source) if spec.encoded else self._file.read(source)
         assert isinstance(numbers, Tensor)
-        dtype = layer.promises[0].torch_dtype
+        dtype = layer.records[0].torch_dtype
         narrow = numbers.to(dtype)
         if narrow.dtype != numbers.dtype and bool((narrow.isinf() & numbers.isfinite()).any()):
             raise StoreError(
@@ -300,8 +269,7 @@ class FolderExport:
         if narrow.dtype != numbers.dtype:
             lost = int((narrow.to(numbers.dtype) != numbers).sum()) - int(numbers.isnan().sum())
             if lost:
-                name = layer.promises[0].name
-                self.report.rounded[name] = self.report.rounded.get(name, 0) + lost
+                self.report.rounded[layer.name] = self.report.rounded.get(layer.name, 0) + lost
         return [narrow]
 
     def _encoded(self, fmt: Format, source: str) -> Encoded:

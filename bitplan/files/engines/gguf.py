@@ -8,12 +8,10 @@ ways of their own, is written by `files.gpt_oss`.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,17 +24,17 @@ from bitplan.files.engines.gguf_metadata import ModelConfig, is_gpt_oss, model_m
 from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
 from bitplan.files.engines.targets import (
-    EXPERT,
     ExportReport,
     ExportRequest,
     ExportRow,
     OnBytes,
+    OutputTensor,
     experts_in_order,
     notes_on_inputs,
 )
 from bitplan.files.gguf import GGUFValue
 from bitplan.files.gguf_split import check_gguf_output, write_parts
-from bitplan.files.gguf_tensors import GGUF, GGUFTensors, file_metadata, gguf_type
+from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
 from bitplan.files.gpt_oss.convert import save_gpt_oss
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import GptOssFile
@@ -49,7 +47,8 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name
-from bitplan.plan import Choice, Plan, Planned
+from bitplan.plan import Plan
+from bitplan.plan.structure.families import split_expert
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------
 
@@ -93,16 +92,13 @@ class GptOssExport:
         return ExportRow(slot.name, ", ".join(slot.parts), slot.shape, "", name, why, size)
 
     def write(self, on_bytes: OnBytes | None = None) -> None:
-        plan = Plan({row.name: Planned(Choice(row.format, row.reason), row.shape) for row in self.report.rows})
-        rule = self._request.scale_rule
-        certificate = certificate_of(plan, self._request.source, self._file.files, scale_rule=rule, holds_plan=True)
         save_gpt_oss(
             self._file,
             Path(self._request.output),
             "gguf",
             experts="mxfp4" if self._experts == "mxfp4" else "bfloat16",
             scale_rule=self._request.scale_rule,
-            metadata=self._metadata | GGUF().certificate_entry(json.dumps(certificate, separators=(",", ":"))),
+            metadata=self._metadata,
             force=self._request.force,
             on_bytes=on_bytes or (lambda _count, _name: None),
         )
@@ -119,30 +115,6 @@ FLOAT32 = get_format("float32")
 # Parts of a model that reads pictures, which llama.cpp keeps in a file of their own, and tables it computes itself.
 _LEFT_OUT = re.compile(r"^(model\.)?(vision_tower|multi_modal_projector|visual)\.|rotary_emb\.inv_freq$|masked_bias$")
 _ROUTER = re.compile(r"\.ffn_gate_inp\.weight$")
-
-
-@dataclass(frozen=True)
-class Outgoing:
-    """One tensor of the output: of one tensor of the source, of many experts', or computed here.
-
-    heads     rows are reordered within so many heads
-    plus_one  norms of Gemma, which its checkpoints hold one less
-    """
-
-    name: str
-    sources: tuple[str, ...]
-    shape: tuple[int, ...]
-    fmt: Format
-    reason: str
-    heads: int | None = None
-    plus_one: bool = False
-    made: Tensor | None = None
-
-    @property
-    def promise(self) -> TensorSpec:
-        if self.fmt.is_cast:
-            return TensorSpec.of(self.name, self.shape, None, self.fmt.storage)
-        return TensorSpec.of(self.name, self.shape, self.fmt)
 
 
 def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
@@ -163,9 +135,9 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
             outgoing, metadata = list(_same_names(file, plan)), dict(file.metadata)
         else:
             outgoing, metadata, left_out = _from_folder(file, plan, request)
-        for item in outgoing:
-            gguf_type(item.promise, request.output)
-        promises = [item.promise for item in outgoing]
+        promises = [item.records[0] for item in outgoing]
+        for promise in promises:
+            gguf_type(promise, request.output)
         check_gguf_output(request.output, request.part_bytes, inputs=inputs, force=request.force, tensors=promises)
         metadata = file_metadata(metadata, promises)
         evidence = None
@@ -176,16 +148,16 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
                 for place, source in enumerate(item.sources)
             }
             evidence = evidence_for(statistics, file, numbered)
-            evidence.require_use(source for item in outgoing if not item.fmt.is_cast for source in item.sources)
+            evidence.require_use(source for item in outgoing if item.is_packed for source in item.sources)
             metadata |= statistics.gguf_keys if isinstance(statistics, ImatrixFile) else {}
         opened.pop_all()
         return GGUFExport(request, file, evidence, outgoing, metadata, left_out, plan)
 
 
-def _same_names(file: TensorFile, plan: Plan) -> Iterator[Outgoing]:
+def _same_names(file: TensorFile, plan: Plan) -> Iterator[OutputTensor]:
     for name, spec in file.specs.items():
         fmt, reason = _format(plan, name)
-        yield Outgoing(name, (name,), spec.shape, fmt, reason)
+        yield OutputTensor((name,), fmt, reason, (_record(name, spec.shape, fmt),))
 
 
 def _format(plan: Plan, name: str) -> tuple[Format, str]:
@@ -198,7 +170,7 @@ def _format(plan: Plan, name: str) -> tuple[Format, str]:
 
 def _from_folder(
     file: TensorFile, plan: Plan, request: ExportRequest
-) -> tuple[list[Outgoing], dict[str, GGUFValue], dict[str, str]]:
+) -> tuple[list[OutputTensor], dict[str, GGUFValue], dict[str, str]]:
     folder = request.source if request.source.is_dir() else request.source.parent
     config = ModelConfig(folder)
     metadata = model_metadata(config, folder.resolve().name)
@@ -215,16 +187,17 @@ def _from_folder(
     outgoing = [_outgoing(file, plan, config, new, sources) for new, sources in grouped.items()]
     factors = rope_factors(config)
     if factors is not None:
-        made = torch.tensor(factors, dtype=torch.float32)
-        outgoing.append(Outgoing("rope_freqs.weight", (), tuple(made.shape), FLOAT32, "llama 3's rotations", made=made))
+        computed = torch.tensor(factors, dtype=torch.float32)
+        record = _record("rope_freqs.weight", tuple(computed.shape), FLOAT32)
+        outgoing.append(OutputTensor((), FLOAT32, "llama 3's rotations", (record,), computed=computed))
     names.check_whole({item.name for item in outgoing})
     return outgoing, metadata, left_out
 
 
-def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sources: list[str]) -> Outgoing:
+def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sources: list[str]) -> OutputTensor:
     family, first = config.family, sources[0]
     shape = file.spec(first).shape
-    if len(sources) > 1 or EXPERT.fullmatch(first):
+    if len(sources) > 1 or split_expert(first):
         sources = list(experts_in_order(file, new, sources))
         shape = (len(sources), *shape)
     chosen = {_format(plan, name)[0].name for name in sources}
@@ -236,7 +209,18 @@ def _outgoing(file: TensorFile, plan: Plan, config: ModelConfig, new: str, sourc
     fmt, reason = _format(plan, first)
     if len(shape) < 2 or _ROUTER.search(new):
         fmt, reason = FLOAT32, "norms, biases and routers: llama.cpp computes them in float32"
-    return Outgoing(new, tuple(sources), shape, fmt, reason, heads_of(family, config, new), is_plus_one(family, new))
+    return OutputTensor(
+        tuple(sources),
+        fmt,
+        reason,
+        (_record(new, shape, fmt),),
+        heads=heads_of(family, config, new),
+        plus_one=is_plus_one(family, new),
+    )
+
+
+def _record(name: str, shape: tuple[int, ...], fmt: Format) -> TensorSpec:
+    return TensorSpec.of(name, shape, None, fmt.storage) if fmt.is_cast else TensorSpec.of(name, shape, fmt)
 
 
 # ---- writing ---------------------------------------------------------------------------------------------------------
@@ -250,29 +234,23 @@ class GGUFExport:
         request: ExportRequest,
         file: TensorFile,
         evidence: WeightEvidence | None,
-        outgoing: list[Outgoing],
+        outgoing: list[OutputTensor],
         metadata: Mapping[str, GGUFValue],
         left_out: dict[str, str],
         plan: Plan,
     ) -> None:
         self._request, self._file, self._evidence, self._plan = request, file, evidence, plan
         self._outgoing, self._metadata, self._stamps = outgoing, metadata, stamps_of(file.files)
-        rows = [self._row(item) for item in outgoing]
+        rows = [item.row(file) for item in outgoing]
         self.report = ExportReport(str(request.source), str(request.output), "gguf", rows, left_out)
         self.report.notes += notes_on_inputs(plan, "gguf")
 
-    def _row(self, item: Outgoing) -> ExportRow:
-        source = item.sources[0] if item.sources else ""
-        more = f" and {len(item.sources) - 1} more" if len(item.sources) > 1 else ""
-        before = self._file.spec(source).format if source else "computed"
-        return ExportRow(item.name, source + more, item.shape, before, item.fmt.name, item.reason, item.promise.nbytes)
-
     def write(self, on_bytes: OnBytes | None = None) -> None:
-        promises, request = [item.promise for item in self._outgoing], self._request
+        promises, request = [item.records[0] for item in self._outgoing], self._request
         certificate = certificate_of(
             written_plan(
                 self._plan,
-                {name: (item.fmt.name, item.reason) for item in self._outgoing for name in item.sources},
+                {name: (item.format_there, item.reason) for item in self._outgoing for name in item.sources},
                 self._file.tied,
             ),
             request.source,
@@ -285,7 +263,7 @@ class GGUFExport:
             for item in self._outgoing:
                 writer.write(item.name, self._read(item))
                 if on_bytes:
-                    on_bytes(item.promise.nbytes, item.name)
+                    on_bytes(item.records[0].nbytes, item.name)
             require_unchanged(self._stamps)
         self.report.files = [str(path) for path in writer.paths]
 
@@ -294,37 +272,37 @@ class GGUFExport:
         if self._evidence is not None:
             self._evidence.file.close()
 
-    def _read(self, item: Outgoing) -> Tensor | Encoded:
-        if item.made is not None:
-            return item.made
+    def _read(self, item: OutputTensor) -> Tensor | Encoded:
+        if item.computed is not None:
+            return item.computed
         pieces = [self._piece(item, source) for source in item.sources]
-        if len(item.shape) == len(self._file.spec(item.sources[0]).shape):
+        if len(item.records[0].shape) == len(self._file.spec(item.sources[0]).shape):
             return pieces[0]
         return _stacked(pieces, item)
 
-    def _piece(self, item: Outgoing, source: str) -> Tensor | Encoded:
-        spec, where = self._file.spec(source), f"{self._file.path}: {source}"
-        if spec.encoded and spec.format == item.fmt.name and not item.fmt.is_cast:
+    def _piece(self, item: OutputTensor, source: str) -> Tensor | Encoded:
+        spec, where, fmt = self._file.spec(source), f"{self._file.path}: {source}", get_format(item.format_there)
+        if spec.encoded and spec.format == fmt.name and not fmt.is_cast:
             kept = self._file.read(source)
             assert isinstance(kept, Encoded)
             return kept if item.heads is None else _permuted_rows(kept, item.heads)
         numbers = self._file.read_float(source)
-        if item.fmt.is_cast and not numbers.is_floating_point():
+        if fmt.is_cast and not numbers.is_floating_point():
             return numbers
         numbers = finite(readable(numbers, where), self._request.nonfinite, where)
-        if self._evidence is not None and self._evidence.has(source) and not item.fmt.is_cast:
-            rounded, _ = self._evidence.round(source, numbers, item.fmt, where=where)
+        if self._evidence is not None and self._evidence.has(source) and not fmt.is_cast:
+            rounded, _ = self._evidence.round(source, numbers, fmt, where=where)
             return rounded if item.heads is None else _permuted_rows(rounded, item.heads)
         if item.heads is not None:
             numbers = numbers[row_order(numbers.shape[0], item.heads)]
         if item.plus_one:
             numbers = numbers.float() + 1
-        if item.fmt.is_cast:
-            narrow = numbers.to(item.fmt.storage)
-            finite(narrow, "error", f"{where} as {dtype_name(item.fmt.storage)}")
+        if fmt.is_cast:
+            narrow = numbers.to(fmt.storage)
+            finite(narrow, "error", f"{where} as {dtype_name(fmt.storage)}")
             return narrow
-        rule = self._request.scale_rule if "absmax" in item.fmt.rules else None
-        return encode(numbers, item.fmt, scale_rule=rule, name=where)
+        rule = self._request.scale_rule if "absmax" in fmt.rules else None
+        return encode(numbers, fmt, scale_rule=rule, name=where)
 
 
 def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
@@ -334,10 +312,10 @@ def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
     return Encoded(encoded.fmt, encoded.shape, **parts)
 
 
-def _stacked(pieces: list[Tensor | Encoded], item: Outgoing) -> Tensor | Encoded:
+def _stacked(pieces: list[Tensor | Encoded], item: OutputTensor) -> Tensor | Encoded:
     first = pieces[0]
     if not isinstance(first, Encoded):
         return torch.stack([piece for piece in pieces if isinstance(piece, Tensor)])
     packed = [piece for piece in pieces if isinstance(piece, Encoded)]
     parts = {name: torch.stack([piece.parts[name] for piece in packed]) for name in first.parts}
-    return Encoded(first.fmt, item.shape, **parts)
+    return Encoded(first.fmt, item.records[0].shape, **parts)

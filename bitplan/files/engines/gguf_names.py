@@ -17,7 +17,6 @@ from torch import Tensor
 from bitplan.base.errors import PlanError, StoreError
 from bitplan.files.engines.gguf_config import ROTATIONS, config_of, is_known
 from bitplan.files.engines.gguf_metadata import ModelConfig
-from bitplan.files.engines.targets import EXPERT
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.headers import plan_of_stored
 from bitplan.files.input_statistics import EvidenceFile
@@ -34,6 +33,8 @@ from bitplan.plan.structure.families import (
     GGUF_FAMILIES,
     OUTSIDE_BLOCKS,
     Family,
+    split_expert,
+    without_expert,
 )
 
 
@@ -47,9 +48,7 @@ def gguf_name(table: TensorNameMap, name: str) -> str | None:
     """GGUF's name of a Hugging Face tensor, one for all experts of a layer; None where the table has none."""
     own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
     own = own.replace("language_model.lm_head.", "lm_head.")
-    if found := EXPERT.fullmatch(own):
-        own = f"{found['before']}.experts.{found['after']}"
-    new: str | None = table.get_name(own, try_suffixes=(".weight", ".bias"))
+    new: str | None = table.get_name(without_expert(own), try_suffixes=(".weight", ".bias"))
     return new
 
 
@@ -156,7 +155,7 @@ def gguf_origins(file: TensorFile) -> dict[str, Origin]:
     config = ModelConfig(file.folder)
     if config.model_type not in GGUF_FAMILIES:
         return {}
-    names = ((name, int(found["number"]) if (found := EXPERT.fullmatch(name)) else None) for name in file.specs)
+    names = ((name, expert[1] if (expert := split_expert(name)) else None) for name in file.specs)
     return dict(_places(names, config, str(file.path)))
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import PLAIN, FolderExport, FolderSource, OutputLayer, is_quantized, open_folder
-from bitplan.files.engines.targets import ExportRequest
+from bitplan.files.engines.folder import PLAIN, FolderExport, FolderSource, is_quantized, open_folder
+from bitplan.files.engines.targets import ExportRequest, OutputTensor
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Format, get_format
 
@@ -42,12 +42,12 @@ def _wide(request: ExportRequest, source: FolderSource) -> Format:
     return source.wide
 
 
-def _layer(source: FolderSource, name: str, wide: Format) -> OutputLayer:
+def _layer(source: FolderSource, name: str, wide: Format) -> OutputTensor:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
     if is_quantized(spec):
         chosen = fmt if fmt is not None and fmt.is_cast else wide
-        return OutputLayer((name,), chosen, f"unpacked from {spec.format}", (_promise(name, spec.shape, chosen),))
+        return OutputTensor((name,), chosen, f"unpacked from {spec.format}", (_promise(name, spec.shape, chosen),))
     if fmt is not None and not fmt.is_cast:
         raise StoreError(
             f"{source.file.path}: the plan has {fmt.name} for {name!r}, and a plain folder holds {', '.join(PLAIN)}"

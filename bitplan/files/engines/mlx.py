@@ -25,13 +25,13 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
-from bitplan.files.engines.targets import EXPERT, ExportRequest, experts_in_order
+from bitplan.files.engines.folder import FolderExport, FolderSource, open_folder
+from bitplan.files.engines.targets import ExportRequest, OutputTensor, experts_in_order
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.plan.format_choices import Substitutes
-from bitplan.plan.structure.families import FAMILIES
+from bitplan.plan.structure.families import FAMILIES, split_expert
 
 TARGET = "mlx"
 
@@ -103,19 +103,20 @@ def _outputs(source: FolderSource) -> dict[str, list[str]]:
     """The output's names, each with the tensors of the source that it is made of."""
     found: dict[str, list[str]] = {}
     for name in source.file.specs:
-        new, match = name, EXPERT.fullmatch(name)
-        if match is not None:
-            layer, _, kind = match["after"].rpartition(".")
+        new = name
+        if expert := split_expert(name):
+            holder, _, part = expert
+            layer, _, kind = part.rpartition(".")
             if layer not in _EXPERTS:
                 raise StoreError(f"{source.file.path}: mlx_lm has no place for {name!r} among a layer's experts")
-            new = f"{match['before']}.switch_mlp.{_EXPERTS[layer]}.{kind}"
+            new = f"{holder.removesuffix('.experts')}.switch_mlp.{_EXPERTS[layer]}.{kind}"
         found.setdefault(new, []).append(name)
     return found
 
 
-def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
+def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputTensor:
     file, first = source.file, names[0]
-    is_stacked = EXPERT.fullmatch(first) is not None
+    is_stacked = split_expert(first) is not None
     sources = experts_in_order(file, new, names) if is_stacked else tuple(names)
     fmt, reason = source.format_of(first)
     if others := {source.format_of(name)[0] for name in sources} - {fmt}:
@@ -127,14 +128,14 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputLayer:
     count = (len(sources),) if is_stacked else ()
     if fmt is None or fmt.is_cast or not source.is_linear(first, or_embedding=True):
         plain = source.unpacked(first, fmt, reason if fmt is None or fmt.is_cast else STAYS)
-        promise = plain.promises[0]
-        return OutputLayer(
+        promise = plain.records[0]
+        return OutputTensor(
             sources, plain.fmt, plain.reason, (TensorSpec.of(new, (*count, *shape), None, promise.dtype),)
         )
     if fmt.name not in QUANTIZATIONS:
         why, instead = _NEAREST.get(fmt.name, ("no mode of MLX has these numbers", ", ".join(QUANTIZATIONS)))
         raise StoreError(f"{file.path}: MLX has no {fmt.name} ({first!r}): {why}; take {instead}")
-    return OutputLayer(sources, fmt, reason, promises(new, (*count, *shape), fmt))
+    return OutputTensor(sources, fmt, reason, promises(new, (*count, *shape), fmt))
 
 
 def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec, ...]:
@@ -147,7 +148,7 @@ def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec
     return words, scales, TensorSpec.of(f"{stem}.biases", scales.shape, None, held.scales)
 
 
-def _pack(encoded: Encoded, _layer: OutputLayer, where: str) -> list[Tensor]:
+def _pack(encoded: Encoded, _layer: OutputTensor, where: str) -> list[Tensor]:
     held = QUANTIZATIONS[encoded.fmt.name]
     if isinstance(encoded.fmt, GgufBlocks):
         blocks = encoded.fmt.layout.unpack(encoded.data.reshape(-1, encoded.fmt.layout.block_bytes))
@@ -176,10 +177,10 @@ def _words(codes: Tensor) -> Tensor:
     return codes.contiguous().view(torch.uint32)
 
 
-def quantization(layers: Sequence[OutputLayer]) -> dict[str, Any]:
+def quantization(layers: Sequence[OutputTensor]) -> dict[str, Any]:
     """What config.json says: the most frequent format for all, and an entry for each layer that has another."""
     packed = {
-        layer.promises[0].name.removesuffix(".weight"): QUANTIZATIONS[layer.fmt.name].entry
+        layer.records[0].name.removesuffix(".weight"): QUANTIZATIONS[layer.fmt.name].entry
         for layer in layers
         if layer.fmt is not None and layer.is_packed
     }

@@ -8,23 +8,26 @@ not at all. To add one: a module in this folder, and its line in TARGETS.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from bitplan.base.errors import StoreError, did_you_mean
 from bitplan.files.packed_folder import folder_kv, is_model_folder, read_config
 from bitplan.files.tensor_file import TensorFile
-from bitplan.formats import get_format
+from bitplan.formats import Format, get_format
 from bitplan.formats.codec import NonFinite
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.kv_formats import ByLayer, KVFormats
 from bitplan.plan.plan import Plan
+from bitplan.plan.structure.families import split_expert
+from bitplan.plan.structure.model_view import TensorSpec
 
-EXPERT = re.compile(r"(?P<before>.*)\.experts\.(?P<number>\d+)\.(?P<after>.*)")
+if TYPE_CHECKING:
+    from torch import Tensor
+
 TARGETS = {
     "gguf": "bitplan.files.engines.gguf",
     "compressed-tensors": "bitplan.files.engines.compressed_tensors",
@@ -83,7 +86,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ExportRow:
-    """One tensor of the output: its name there, whence it came, how it was held and is held, why, and its bytes."""
+    """A line of the report: not a tensor but what happened to one, whence it came (`source`, `before`) and why."""
 
     name: str
     source: str
@@ -92,6 +95,50 @@ class ExportRow:
     format: str
     reason: str
     nbytes: int
+
+
+@dataclass(frozen=True)
+class OutputTensor:
+    """An instruction to the writer: which tensors of the source become which of the output.
+
+    sources   one tensor, the experts of a layer in order, or none where it is computed
+    fmt       None: it stays in its type
+    records   what is written: one tensor, or codes, scales and what else the engine has apart
+    input     the format that the engine rounds the layer's inputs to
+    heads     rows are reordered within so many heads
+    plus_one  norms of Gemma, which its checkpoints hold one less
+    computed  its numbers, where no tensor of the source has them
+    """
+
+    sources: tuple[str, ...]
+    fmt: Format | None
+    reason: str
+    records: tuple[TensorSpec, ...]
+    input: str | None = None
+    heads: int | None = None
+    plus_one: bool = False
+    computed: Tensor | None = None
+
+    @property
+    def name(self) -> str:
+        return self.records[0].name
+
+    @property
+    def is_packed(self) -> bool:
+        return self.fmt is not None and not self.fmt.is_cast
+
+    @property
+    def format_there(self) -> str:
+        return self.fmt.name if self.fmt is not None else self.records[0].dtype
+
+    def row(self, file: TensorFile) -> ExportRow:
+        """What the report says of it."""
+        size, count = sum(record.nbytes for record in self.records), len(self.sources)
+        if not count:
+            return ExportRow(self.name, "", self.records[0].shape, "computed", self.format_there, self.reason, size)
+        spec, more = file.spec(self.sources[0]), f" and {count - 1} more" if count > 1 else ""
+        shape = (count, *spec.shape) if count > 1 else spec.shape
+        return ExportRow(self.name, spec.name + more, shape, spec.format, self.format_there, self.reason, size)
 
 
 @dataclass
@@ -218,7 +265,7 @@ def export_model(
 
 def experts_in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tuple[str, ...]:
     """The experts of a layer by number, all of one shape and none missing."""
-    numbers = {int(found["number"]): name for name in sources if (found := EXPERT.fullmatch(name))}
+    numbers = {expert[1]: name for name in sources if (expert := split_expert(name))}
     if sorted(numbers) != list(range(len(sources))):
         raise StoreError(
             f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}: {len(numbers)} found"

@@ -26,11 +26,12 @@ from torch import Tensor
 
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
-from bitplan.files.engines.folder import FolderExport, FolderSource, OutputLayer, open_folder
-from bitplan.files.engines.targets import EXPERT, ExportRequest
+from bitplan.files.engines.folder import FolderExport, FolderSource, open_folder
+from bitplan.files.engines.targets import ExportRequest, OutputTensor
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, Format
 from bitplan.plan.format_choices import Substitutes
+from bitplan.plan.structure.families import split_expert
 
 TARGET = "torchao"
 _GROUPS = {f"int4_g{size}": ("int4", size) for size in (32, 64, 128)} | {"int8_g64": ("int8", 64)}
@@ -76,7 +77,7 @@ def prepare(request: ExportRequest) -> FolderExport:
     return export
 
 
-def _notes(source: FolderSource, layers: Sequence[OutputLayer]) -> list[str]:
+def _notes(source: FolderSource, layers: Sequence[OutputTensor]) -> list[str]:
     types = {
         _computes(source, layer.sources[0])
         for layer in layers
@@ -90,10 +91,10 @@ def _notes(source: FolderSource, layers: Sequence[OutputLayer]) -> list[str]:
     ]
 
 
-def _layer(source: FolderSource, name: str) -> OutputLayer:
+def _layer(source: FolderSource, name: str) -> OutputTensor:
     spec = source.file.spec(name)
     fmt, reason = source.format_of(name)
-    is_expert = EXPERT.fullmatch(name) is not None
+    is_expert = split_expert(name) is not None
     if fmt is None or fmt.is_cast or is_expert or not source.is_linear(name):
         packs = fmt is not None and not fmt.is_cast
         stays = EXPERTS if is_expert else STAYS
@@ -103,7 +104,7 @@ def _layer(source: FolderSource, name: str) -> OutputLayer:
         raise StoreError(
             f"{source.file.path}: torchao has no {fmt.name} ({name!r}): {why}; take one of {', '.join(FORMATS)}"
         )
-    return OutputLayer((name,), fmt, reason, _promises(name, spec.shape, fmt))
+    return OutputTensor((name,), fmt, reason, _promises(name, spec.shape, fmt))
 
 
 def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec, ...]:
@@ -119,7 +120,7 @@ def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpe
     return tuple(TensorSpec.of(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
 
 
-def _pack(encoded: Encoded, _layer: OutputLayer, _where: str) -> list[Tensor]:
+def _pack(encoded: Encoded, _layer: OutputTensor, _where: str) -> list[Tensor]:
     assert encoded.scales is not None
     if encoded.fmt.name in _GROUPS:
         codes = encoded.codes().reshape(encoded.shape).to(torch.int8)
@@ -169,7 +170,7 @@ def layer_config(fmt: str) -> dict[str, Any]:
     )
 
 
-def fqn_to_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
+def fqn_to_config(layers: Sequence[OutputTensor]) -> dict[str, Any]:
     """torchao's FqnToConfig as its `config_to_dict` writes it: a config for every layer that is packed."""
     found = {
         layer.sources[0].removesuffix(".weight"): layer_config(layer.fmt.name)
@@ -179,7 +180,7 @@ def fqn_to_config(layers: Sequence[OutputLayer]) -> dict[str, Any]:
     return _said("FqnToConfig", {"fqn_to_config": found, "module_fqn_to_config": found}, 1)
 
 
-def _metadata(source: FolderSource, layers: Sequence[OutputLayer]) -> dict[str, str]:
+def _metadata(source: FolderSource, layers: Sequence[OutputTensor]) -> dict[str, str]:
     """What every file says: of which class each tensor is, and with what."""
     said: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
     for layer in layers:
@@ -197,10 +198,10 @@ def _computes(source: FolderSource, name: str) -> str:
     return said if said and spec.encoded else spec.dtype
 
 
-def _class(layer: OutputLayer, computes: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
+def _class(layer: OutputTensor, computes: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
     assert layer.fmt is not None
     name = layer.fmt.name
-    parts = [promise.name.rpartition("._weight_")[2] for promise in layer.promises]
+    parts = [promise.name.rpartition("._weight_")[2] for promise in layer.records]
     own: dict[str, Any] = {"block_size": [1, shape[-1]], "act_quant_kwargs": None, "dtype": _dtype(computes)}
     if name == "int8_row":
         kind, own = "Int8Tensor", {**own, "reduce_range": False}

@@ -41,7 +41,8 @@ from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded, get_format, repack
 from bitplan.formats.elements import torch_dtype
-from bitplan.plan import require_clean, shipped_manifest
+from bitplan.plan import shipped_manifest
+from bitplan.plan.check_manifest import require_clean
 from bitplan.plan.names import listed, natural_order
 
 # ---- the checks of headers -------------------------------------------------------------------------------------------

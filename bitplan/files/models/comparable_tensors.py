@@ -25,7 +25,6 @@ from torch import Tensor
 from bitplan.base.errors import StoreError
 from bitplan.files.engines.gguf_config import ROTATIONS
 from bitplan.files.engines.gguf_names import gguf_name, is_plus_one, name_table
-from bitplan.files.engines.targets import EXPERT
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE
 from bitplan.files.gpt_oss.layouts import LayoutTensor, list_slots
@@ -37,7 +36,8 @@ from bitplan.files.tensor_file import ReadableTensor, TensorFile
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.elements import dtype_name
-from bitplan.plan.structure.families import GGUF_FAMILIES
+from bitplan.plan.names import natural_order
+from bitplan.plan.structure.families import GGUF_FAMILIES, split_expert
 
 _GPT_OSS_CODES = (".mlp.mlp1_weight.blocks", ".mlp.experts.gate_up_proj_blocks")
 _FAMILIES = {family.architecture: family for family in GGUF_FAMILIES.values()}
@@ -101,20 +101,15 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
             grouped.setdefault(theirs_name, []).append(name)
     for theirs_name, names in grouped.items():
         values, name = left.pop(theirs_name), names[0]
-        if expert := EXPERT.fullmatch(name):
-            name = f"{expert['before']}.experts.*.{expert['after']}"
-            right[name] = _stacked([right.pop(expert_name) for expert_name in sorted(names, key=_expert_number)])
+        if expert := split_expert(name):
+            name = f"{expert[0]}.*.{expert[2]}"
+            right[name] = _stacked([right.pop(expert_name) for expert_name in natural_order(names)])
         if family.permutes and (heads := _head_count(file, kind, theirs_name)) != 0:
             values = _in_order(values, heads, f"{file.path}: {theirs_name}")
         if is_plus_one(family, theirs_name):
             right[name] = _plus_one(right[name])
         left[name] = values
     return ModelValues(file.path, left), ModelValues(theirs.path, right)
-
-
-def _expert_number(name: str) -> int:
-    match = EXPERT.fullmatch(name)
-    return -1 if match is None else int(match["number"])
 
 
 def _head_count(file: GGUFTensors, kind: str, name: str) -> object:

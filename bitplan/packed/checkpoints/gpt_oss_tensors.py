@@ -25,8 +25,9 @@ from bitplan.files.packed_folder import CONFIG, is_packed_config
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded
 from bitplan.formats.scale_rules import E8M0_NAN
-from bitplan.plan import Finding, Manifest, check_headers, open_manifest, require_clean
-from bitplan.plan.check_manifest import CAST, OTHER_MODEL
+from bitplan.plan import Manifest, check_headers
+from bitplan.plan.check_manifest import CAST, OTHER_MODEL, Finding, require_clean
+from bitplan.plan.manifest import open_manifest
 
 ManifestLike = Manifest | str | Path
 PACKED_EXPERTS = (".mlp1_weight.blocks", ".experts.gate_up_proj_blocks")

@@ -170,11 +170,14 @@ def _side_by_side(
     operations: Sequence[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[FilePiece, ...] | None:
     """Where each source's rows lie in the result; None where a step does more than that."""
-    steps = [type(operation).__name__ for operation in operations]
-    stacks = steps[:1] == ["MergeModulelist"] and operations[0].dim == 0
-    rest = steps[1:] if stacks else steps
+    from transformers import core_model_loading as theirs
+
+    stacks = bool(operations) and type(operations[0]) is theirs.MergeModulelist and operations[0].dim == 0
+    rest = operations[1:] if stacks else operations
     axis = 1 if stacks else 0
-    if list(rest) not in ([], ["Concatenate"]) or (rest and operations[-1].dim != axis) or not steps:
+    if [type(step) for step in rest] not in ([], [theirs.Concatenate]) or not operations:
+        return None
+    if rest and rest[-1].dim != axis:
         return None
     if any(len(shape) < 2 for shape in shapes.values()) or (not rest and len(sources) > 1):
         return None

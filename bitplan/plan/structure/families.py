@@ -17,9 +17,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from bitplan.plan.names import natural_order, split_layer, without_expert
+from bitplan.plan.names import natural_order, split_layer
 from bitplan.plan.structure.model_view import TABLE, UNKNOWN, ModelView, Stack, TensorRecord
 
+# Experts that lie in a file one by one: model.layers.0.mlp.experts.7.up_proj.weight.
+_EXPERT = re.compile(r"((?:.*\.)?experts)\.([0-9]+)\.(.*)")
 _ITEM = re.compile(r"\[[0-9]+\]$")  # of a tensor that has all experts
 _KIND = re.compile(r"[._](weight|bias|blocks|scales|scale)$")
 
@@ -273,6 +275,17 @@ def has_no_packed_layer(name: str, kinds: Iterable[str]) -> bool:
 def is_packed_turned(name: str, kind: str) -> bool:
     """Whether a tensor of a model of this type is experts [experts, inputs, outputs], packed as its transpose."""
     return kind in FAMILIES and FAMILIES[kind].expert_columns == "packed" and _STACKED.search(name) is not None
+
+
+def split_expert(name: str) -> tuple[str, int, str] | None:
+    """The name up to `experts`, the expert's number, and its part's name; None for what is no expert's alone."""
+    match = _EXPERT.fullmatch(name)
+    return None if match is None else (match[1], int(match[2]), match[3])
+
+
+def without_expert(name: str) -> str:
+    """The name that a projection's weights have in common, of all experts of a layer: without the expert's number."""
+    return _EXPERT.sub(r"\1.\3", name)
 
 
 def row_of(name: str) -> NameRow | None:

@@ -367,23 +367,31 @@ class ModelView:
             by_path.setdefault(part.path, []).append(part)
         return {path: tuple(parts) for path, parts in by_path.items()}
 
-    def shown_parts(self) -> list[tuple[str, WeightUse]]:
-        """Parts in the order of the run under a name to show; of blocks that compute the same the first one alone."""
+    @cached_property
+    def _shown_blocks(self) -> dict[str, str]:
+        """Names to show for blocks; of those that compute the same the first has one, for all: `layers.[0..7]`."""
         shown: dict[str, str] = {}
-        hidden = set()
         for stack in self.stacks:
             for kind in dict.fromkeys(stack.kinds):
                 alike = [block for block, number in zip(stack.blocks, stack.kinds, strict=True) if number == kind]
                 numbers = [block[len(stack.path) + 1 :] for block in alike]
                 together = number_ranges(numbers) if all(map(str.isdecimal, numbers)) else ",".join(numbers)
                 shown[alike[0]] = f"{stack.path}.[{together}]".lstrip(".") if len(alike) > 1 else alike[0]
-                hidden |= {*alike[1:]}
+        return shown
+
+    def _shown(self, name: str) -> str:
+        """A module or weight under the name of the blocks that it stands for."""
+        block = self.block_of(name)
+        return self._shown_blocks.get(block, block) + name[len(block) :]
+
+    def shown_parts(self) -> list[tuple[str, WeightUse]]:
+        """Parts in the order of the run under a name to show; of blocks that compute the same the first one alone."""
         rows, seen = [], set()
         for part in sorted((part for parts in self.parts.values() for part in parts), key=lambda part: part.step):
             block, name = self.block_of(part.path), part.shown_path
-            if block not in hidden and (name, type(part)) not in seen:
+            if (not block or block in self._shown_blocks) and (name, type(part)) not in seen:
                 seen.add((name, type(part)))
-                rows.append((shown[block] + name[len(block) :] if block else name, part))
+                rows.append((self._shown(name), part))
         return rows
 
     @cached_property
@@ -449,7 +457,6 @@ class ModelView:
 
     def table_rows(self) -> list[dict[str, str]]:
         """For people: one row a part, what it is, what it reads and with whom, and what was put on it."""
-        shown = {part.path: name for name, part in self.shown_parts()}
         together = {linear: group for group in self.input_groups() for linear in group.linears}
         activation = {mlp.down: mlp.activation for mlp in self.gated}
         activation |= {mlp.down: mlp.activation for mlp in self.plain}
@@ -467,7 +474,7 @@ class ModelView:
                     "part": name,
                     "what": part.what,
                     "weight": "x".join(map(str, _weight_shape(part, record))),
-                    "reads": shown.get(group.producer, group.producer) if group is not None else "",
+                    "reads": " ".join(map(self._shown, group.producer.split(" "))) if group is not None else "",
                     "notes": "; ".join(words),
                 }
             )

@@ -41,7 +41,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bitplan.base.documents import OBJECT, SIZE, Reader, is_number, load_document, one_of, short
-from bitplan.base.errors import BitplanError, FileFormatError
+from bitplan.base.errors import FileFormatError, MeasureError
 from bitplan.base.fingerprints import hash_tensors
 from bitplan.base.records import write_json
 from bitplan.base.version import __version__
@@ -68,7 +68,7 @@ _PARTS = {
 }
 
 
-class CalibrationError(BitplanError, ValueError):
+class CalibrationError(MeasureError):
     """A calibration that cannot be made."""
 
 

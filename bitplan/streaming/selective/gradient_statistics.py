@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.devices import to_device
-from bitplan.base.errors import BitplanError, did_you_mean
+from bitplan.base.errors import MeasureError, did_you_mean
 from bitplan.formats import Format
 from bitplan.formats.dispatch import Picked, decode, encode_unchecked
 from bitplan.streaming.selective.score import RawGradStats, StepStats, compare_blocks
@@ -169,7 +169,7 @@ def _has_triton() -> bool:
 Gradients = nn.Module | Iterable[Tensor | None]
 
 
-class GradStatsError(BitplanError, ValueError):
+class GradStatsError(MeasureError):
     """Gradients that cannot be measured, or a call at the wrong time."""
 
 

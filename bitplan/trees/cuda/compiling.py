@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 import triton
-import triton.language as tl
 
 from bitplan.base.loops.launch import INTERPRETED
 from bitplan.trees.cuda import binning, kernels, score_kernels
@@ -21,14 +20,14 @@ from bitplan.trees.cuda.limits import find_device
 from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError
 
 # Of pointers, by name; the others point to int64, and `numbers_ptr` of a table to its own type.
-KINDS = dict.fromkeys(("bins_ptr", "bytes_ptr", "left_bins_ptr", "missing_ptr"), tl.uint8)
+KINDS = dict.fromkeys(("bins_ptr", "bytes_ptr", "left_bins_ptr", "missing_ptr"), torch.uint8)
 KINDS |= dict.fromkeys(
-    ("rows_ptr", "sources_ptr", "left_ptr", "right_ptr", "feature_ptr", "category_ptr", "sets_ptr"), tl.int32
+    ("rows_ptr", "sources_ptr", "left_ptr", "right_ptr", "feature_ptr", "category_ptr", "sets_ptr"), torch.int32
 )
-KINDS |= dict.fromkeys(("weights_ptr", "grads_ptr", "hess_ptr"), tl.float32)
-KINDS |= dict.fromkeys(("gains_ptr", "per_unit_ptr", "numbers_ptr", "limits_ptr", "values_ptr"), tl.float64)
-KINDS |= dict.fromkeys(("y_ptr", "scores_ptr", "sample_weights_ptr", "factor_ptr"), tl.float64)
-TABLE_KINDS = {"float32": tl.float32, "float64": tl.float64}
+KINDS |= dict.fromkeys(("weights_ptr", "grads_ptr", "hess_ptr"), torch.float32)
+KINDS |= dict.fromkeys(("gains_ptr", "per_unit_ptr", "numbers_ptr", "limits_ptr", "values_ptr"), torch.float64)
+KINDS |= dict.fromkeys(("y_ptr", "scores_ptr", "sample_weights_ptr", "factor_ptr"), torch.float64)
+TABLE_KINDS = {"float32": torch.float32, "float64": torch.float64}
 GRADIENTS: dict[type[Objective], Any] = {
     SquaredError: score_kernels.squared_error,
     Binary: score_kernels.binary,
@@ -67,7 +66,7 @@ def arguments_of(kernel: Any, constants: dict[str, Any], table: Any) -> list[Any
     names = [name for name in kernel.arg_names if name not in constants]
     of_table = {binning.bin_numbers: "numbers_ptr", score_kernels.add_trees: "table_ptr"}
     kinds = KINDS | ({of_table[kernel]: table} if kernel in of_table else {})
-    return [kinds.get(name, tl.int64) if name.endswith("_ptr") else 2 for name in names]
+    return [kinds.get(name, torch.int64) if name.endswith("_ptr") else 2 for name in names]
 
 
 def compile_ahead(wanted: list[Needed], table: Any) -> Callable[[], None]:

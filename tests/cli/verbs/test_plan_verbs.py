@@ -10,7 +10,8 @@ import safetensors.torch
 import torch
 
 from bitplan.cli import run
-from bitplan.plan import Plan, manifest_schema
+from bitplan.plan import Plan
+from bitplan.plan.manifest import manifest_schema
 
 
 @pytest.fixture

@@ -67,6 +67,14 @@ def test_llama_under_torchtitans_names() -> None:
     assert all(norm.only_projections for norm in view.norms)
 
 
+def test_rows_of_blocks_that_are_alike_read_from_those_blocks() -> None:
+    view = describe(models.Titan())
+    assert len(view.stacks[0].blocks) > 1
+    reads = [row["reads"] for row in view.table_rows() if row["part"].startswith("layers.[0..")]
+    assert any(" in layers.[0.." in words for words in reads)  # a step of the attention feeds its output projection
+    assert not any("layers.0" in words for words in reads)
+
+
 def test_fused_projections_and_a_norm_that_is_spelled_out() -> None:
     view = describe(models.Titan(models.FusedBlock).bfloat16())
     assert {linear.path.rpartition(".")[2]: linear.role for linear in view.linears} == {

@@ -21,7 +21,7 @@ from bitplan.trees.cuda import compiling, kernels, score_kernels
 from bitplan.trees.objectives import Binary, Gamma, Multiclass, SquaredError
 
 OPTIONS = ("num_warps", "enable_fp_fusion")
-NAMES = {"int64": "i64", "int32": "i32", "uint8": "u8", "fp32": "fp32", "fp64": "fp64"}
+NAMES = {"int64": "i64", "int32": "i32", "uint8": "u8", "float32": "fp32", "float64": "fp64"}
 
 
 def build(kernel, constants):
@@ -29,7 +29,8 @@ def build(kernel, constants):
     constants = {name: value for name, value in constants.items() if name not in OPTIONS}
     given = compiling.arguments_of(kernel, constants, compiling.TABLE_KINDS["float32"])
     names = [name for name in kernel.arg_names if name not in constants]
-    kinds = {name: "i32" if kind == 2 else "*" + NAMES[str(kind)] for name, kind in zip(names, given, strict=True)}
+    types = ["i32" if kind == 2 else "*" + NAMES[str(kind).removeprefix("torch.")] for kind in given]
+    kinds = dict(zip(names, types, strict=True))
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
     signature = kinds | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)

@@ -12,12 +12,11 @@ from bitplan.trees import (
     BoostedTreesClassifier,
     BoostedTreesRanker,
     BoostedTreesRegressor,
-    GradientPrecision,
     TreesError,
     estimator_base,
     tables,
 )
-from bitplan.trees.gradients import GradientsI16
+from bitplan.trees.gradients import GradientPrecision, GradientsI16
 from bitplan.trees.objectives import Binary, Multiclass, SquaredError
 from tests.trees.samples import rules, table
 
