@@ -121,7 +121,7 @@ class CudaScores:
     def prepare(self, output: int, key: int | None) -> CudaGradients:
         parts, tops = (self._grads[output], self._hess[output]), self._tops[output].tolist()
         if self._precision is GradientPrecision.F32:
-            return CudaGradients(*parts, *units(*tops, len(self._y)), key, precise=True)
+            return CudaGradients(*parts, *units(tops[0], tops[1], len(self._y)), key, precise=True)
         few, ends = few_of(len(self._y)), QUANTIZED[self._precision].ends
         scales = [
             far_scale(_Magnitudes(part), top, end, far, few)

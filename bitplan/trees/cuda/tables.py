@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.utils.dlpack
 import triton
 from torch import Tensor
 
@@ -25,7 +26,7 @@ class CudaTable:
     @classmethod
     def of(cls, given: Any) -> CudaTable:
         """A table on the GPU, checked: its form, its type, and that no number is infinite."""
-        numbers = torch.from_dlpack(given) if not isinstance(given, Tensor) else given.detach()
+        numbers = torch.utils.dlpack.from_dlpack(given) if not isinstance(given, Tensor) else given.detach()
         if numbers.ndim != 2 or numbers.dtype not in (torch.float32, torch.float64):
             raise TreesError(
                 f"X: expected float32 or float64 of two dimensions on the GPU, got {numbers.dtype} of shape "
@@ -61,7 +62,7 @@ class CudaTable:
     def add_trees(self, scores: Array, forest: Forest) -> Array:
         """Raw scores (rows, outputs) of the host with those of all trees, to the bit as the CPU adds them."""
         device, (count, outputs) = self.numbers.device, scores.shape
-        parts = forest.roots, forest.leaf_starts, forest.feature, forest.values, forest.threshold
+        parts: tuple[Array, ...] = forest.roots, forest.leaf_starts, forest.feature, forest.values, forest.threshold
         parts += forest.missing_left.view(np.uint8), forest.category, forest.bits.view(np.int32)
         there = [
             torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in (*parts, forest.left, forest.right)
