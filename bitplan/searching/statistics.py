@@ -40,14 +40,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bitplan.base.errors import FileFormatError
-from bitplan.base.folders import scratch_folder
 from bitplan.files.input_statistics import (
     HESSIAN,
     MOMENTS,
@@ -65,7 +64,9 @@ from bitplan.files.tensor_file import TensorSpec
 from bitplan.plan.names import listed
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE, TokenStates, equal_lengths
 from bitplan.searching.goal import EvidenceFileError, SearchError
-from bitplan.searching.searched_model import ExpertSlice, SearchSubject, prepare
+
+if TYPE_CHECKING:
+    from bitplan.searching.searched_model import ExpertSlice, SearchSubject
 
 FEWEST_TOKENS = 256  # an expert that got fewer is taken to have got so many, the rest of them like those of all
 
@@ -913,40 +914,3 @@ def _in_the_order_of_the_file(subject: SearchSubject) -> set[str]:
         return layers
     digests = subject.digests()
     return {name for name in layers if weight_digest(subject.weight(name)) == digests[name]}
-
-
-GATHERED_WINDOWS = 96
-
-
-def gather_evidence(
-    model: str | Path,
-    text: str,
-    folder: str | Path,
-    *,
-    windows: int = GATHERED_WINDOWS,
-    context: int | None = None,
-    device: str | None = None,
-    on_step: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Write evidence.safetensors of a Hugging Face folder or GGUF into a folder that exists; where it lies comes back.
-
-    windows   how many windows of the text, spread over it; more are better, and cost one pass forward each
-    on_step   called after each block with how many steps are done, and of how many
-    """
-    into = Path(folder)
-    subject, cut = prepare(model, None, text, (), context=context, windows=windows, device=device)
-    statistics, digests, done = InputStatistics(), subject.digests(), 0
-    steps = steps_of(subject, cut.statistics, 0)
-
-    def step(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_step:
-            on_step(done, steps)
-
-    while statistics.windows < len(cut.statistics):
-        with scratch_folder(into, "sums") as scratch:
-            add_windows(subject, cut.statistics, statistics, scratch, step)
-            statistics.save(into, {}, digests)
-        statistics = InputStatistics.load(into, {})
-    return into / EVIDENCE

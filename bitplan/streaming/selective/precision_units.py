@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from bitplan.streaming.block_layout import lay_out
 from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
 from bitplan.streaming.selective.config import PRECISIONS, SelectiveError, SelectivePrecisionConfig
 from bitplan.streaming.selective.state import layout_of
-from bitplan.streaming.stream_blocks import BlockStream
+
+if TYPE_CHECKING:
+    from bitplan.streaming.stream_blocks import BlockStream
 
 
 class Weight(NamedTuple):
