@@ -61,7 +61,7 @@ class MlpWiring:
     tail: tuple[str, ...] = ()
 
     def within(self, block: str) -> MlpWiring:
-        """The same by paths inside a block."""
+        """This wiring by paths inside a block."""
         cut = len(block) + 1 if block else 0
         path, down, *first = (path[cut:] for path in (self.path, self.down, *self.first))
         return replace(self, path=path, first=tuple(first), down=down)

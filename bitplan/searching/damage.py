@@ -625,7 +625,7 @@ class ExpertDamage:
         return _Sample(weights, torch.stack(inputs), minded, float(all_quick.sum()), part)
 
     def _quick(self, names: Sequence[str], fmt: str) -> Tensor:
-        """Of each expert, with inputs taken as independent: the diagonal of their second moments alone."""
+        """The damage of each expert with inputs taken as independent: by the diagonal of their second moments."""
         subject, statistics = self._rounded.subject, self._rounded.statistics
         weights = torch.stack([subject.weight(name) for name in names])
         diagonals, gradients = [], []

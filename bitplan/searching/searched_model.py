@@ -113,7 +113,7 @@ class ExpertSlice:
         return stack[self.expert].T if self.transposed else stack[self.expert]
 
     def read(self, stack: Tensor) -> Tensor:
-        """This weight of the numbers of its stack."""
+        """Cut this expert's weight out of the numbers of its stack."""
         return self.item(stack)[self.rows]
 
     def write(self, stack: Tensor, numbers: Tensor) -> None:

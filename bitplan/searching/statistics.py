@@ -360,7 +360,7 @@ class InputStatistics:
         return self._mean.remember(key, found) if what == INPUTS else found
 
     def column_steps(self, name: str, inputs: Tensor) -> Tensor | None:
-        """[K]: what columns of `inputs`, A, are multiplied by on both sides, so that its diagonal is `weighed`.
+        """Return what columns of `inputs`, A, are multiplied by on both sides, [K], so that its diagonal is `weighed`.
 
         Inputs that are large for a token that the loss does not mind would otherwise count as much as others. None
         where the weight has no such part: an expert's.
@@ -386,7 +386,7 @@ class InputStatistics:
         return name if f"{name}.{LOOKUP}" in self.sums else self.shared.get(name, name)
 
     def hessian(self, name: str) -> Tensor | None:
-        """[K, K], in any unit: what rounding minimises, for all uses of a weight together; None if no layer uses it."""
+        """What rounding minimises, [K, K] in any unit, for all uses of a weight together; None if no layer uses it."""
         owner = self.shared.get(name, name)
         inputs, gradient = self.sums.get(f"{owner}.{INPUTS}"), self.sums.get(f"{name}.{GRADIENT}")
         lookup, counts = self.sums.get(f"{name}.{LOOKUP}"), self.sums.get(f"{name}.{COUNTS}")
@@ -396,12 +396,12 @@ class InputStatistics:
         return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
 
     def outputs(self, name: str) -> Tensor | None:
-        """[N, N], in any unit: how much the loss minds changes of outputs together; None where that is not known."""
+        """How much the loss minds changes of outputs together, [N, N] in any unit; None where that is not known."""
         found = self.sums.get(f"{name}.{BETWEEN}")
         return found if found is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(found) else None
 
     def moments(self, name: str) -> Tensor | None:
-        """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
+        """How much each column of what is looked up counts, [K] in any unit; None for weights of layers."""
         is_input = f"{self.shared.get(name, name)}.{INPUTS}" in self.sums
         return None if is_input else self.sums.get(f"{name}.{LOOKUP}")
 
@@ -668,7 +668,7 @@ class _Passes:
         stored[0].path.unlink()
 
     def _gradient(self, logits: Tensor, draws: torch.Generator) -> Tensor:
-        """Of the loss for tokens drawn from the model itself, by the logits: probabilities, less one for the token."""
+        """The gradient of the loss for tokens drawn from the model itself, by the logits: probabilities, less one."""
         gradient = torch.softmax(logits.detach()[0].float(), -1)
         drawn = draw_tokens(gradient, draws)
         gradient.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=gradient.dtype))

@@ -111,7 +111,7 @@ class ExpertArms:
         return lambda: looped_rows(self._sorted, None, self._routes, numbers, half.shape[1])
 
     def packed(self, fmt: str) -> Arm:
-        """As QuantExperts would run it."""
+        """Run the experts as QuantExperts would."""
         if get_format(fmt).is_cast:
             return self.plain
 

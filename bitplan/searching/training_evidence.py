@@ -128,7 +128,7 @@ def time_by_policy(evidence: SearchEvidence, subject: SearchSubject, speeds: Map
 
 
 def _speedup(policy: Policy, shape: tuple[int, int], rows: int) -> float:
-    """Of the whole layer in FP8 where it was measured to win, else one: it runs in BF16."""
+    """The speedup of a whole layer in FP8 where it was measured to win, else 1: it runs in BF16."""
     found = [1.0]
     for rule in policy.rules:
         if rule.gemm == MODULE and rule.shape == shape and rule.name is not None:

@@ -131,7 +131,7 @@ class PrecisionUnits:
         return [unit for unit, length in shared.items() if length == longest and longest]
 
     def trained_places(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """(unit, module, local name) of every place of a streamed parameter that is trained on the host."""
+        """Yield unit, module and local name of every place of a streamed parameter that is trained on the host."""
         for block in self.stream.blocks:
             for name, one in block.parameters.items():
                 unit = next((weight.unit for weight in self.weights if weight.block is block and weight.one is one), "")
