@@ -80,7 +80,7 @@ def _rows_launch(shape: tuple[int, int], fmt: Format, element: str, source: str,
         "PIECES": triton.cdiv(cols, wide),
         "VECTOR": min(launch.vector or 16, wide),
     }
-    options = {"num_warps": _warps_for(wide * tall, launch), "enable_fp_fusion": False}
+    options: dict[str, Any] = {"num_warps": _warps_for(wide * tall, launch), "enable_fp_fusion": False}
     return PreparedLaunch(_encode_rows, (triton.cdiv(rows, tall),), (rows, cols), constants, **options)
 
 
