@@ -514,14 +514,17 @@ def way_of_inputs(device: str, size: str, way: str, turns: Path) -> Iterator[Row
         else:
             model = build(size, way, device)
             with in_turn(turns):
-                warm_up(model, (1, 64, *PREFILLS))
+                warm_up(model, (1, 64))
+                warm_up(model.layers, PREFILLS)  # the output sees a prompt's last token alone
+            if device == "cuda":
+                torch.cuda.empty_cache()  # other processes need it
         torch._dynamo.reset()
         compile_layers(model)
         steps = [(1, length, torch.randint(0, VOCABULARY, (1, length), device=device)) for length in PREFILLS]
         replays: list[tuple[Row, Step, Any]] = []  # a row, its replay, and what the graph reads
         for batch, length, ids in (*steps, (1, None, None), (64, None, None)):
             with guarded(f"{way}, {length or batch} tokens"):
-                run = partial(model.prefill, ids) if length else step_of(model, batch, device)
+                run = step_of(model, batch, device) if ids is None else partial(model.prefill, ids)
                 replay = prepared_graph(run, device)
                 row = {"size": size, "layers": SHAPES[size].layers, "format": way, "batch": batch}
                 row |= {"mode": "prompt graph" if length else "graph", "prompt": length, "picks": picks(model)}
@@ -649,7 +652,7 @@ def main() -> None:
         "commit": harness.commit(),
         "context": CONTEXT,
         "prefill": PREFILL,
-        **floor,
+        **(floor if needs_floor else {}),
         "rows": [],
     }
 

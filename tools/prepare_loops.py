@@ -2,8 +2,8 @@
 
     python tools/prepare_loops.py           # a minute or two, on x86-64 Linux; again after every edit of a loop
 
-Small fits, predictions and so on are run, and every loop that numba compiles for them is kept as bitcode, optimized for
-any x86-64 processor with AVX2; a processor without it runs it, too, for its own code is made from it there.
+Small fits, predictions and so on are run, and every loop that numba compiles for them is kept: as the object that it
+is, for any x86-64 processor with AVX2; those in NATIVE as bitcode, of which each processor makes its own code.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import os
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,7 @@ from bitplan.trees import (
     histogram,
 )
 
+NATIVE = ("bitplan.trees.loops.predict.",)  # AVX-512 predicts in two thirds of the time; fits gain nothing
 FIRST_NUMBER = 1_000_000  # numba numbers functions from 1 on; names of ours must not be those of others
 DATE = (2026, 1, 1, 0, 0, 0)  # of files in the archive: equal loops give equal archives
 
@@ -77,6 +79,12 @@ def run_all() -> None:
     BoostedTreesRanker(**small).fit(x[:, :8], np.digitize(y, [-1.0, 1.0]), [20] * 30)
 
 
+def parts_of(library: Any) -> Iterator[Any]:
+    """Functions and numbers that have names."""
+    yield from library._final_module.functions
+    yield from library._final_module.global_variables
+
+
 def main() -> None:
     made: dict[str, Any] = {}
     bitcode: dict[Any, bytes] = {}
@@ -103,8 +111,12 @@ def main() -> None:
         result = made[name]
         assert not result.environment.consts, f"{name} needs Python objects"
         assert not result.library.has_dynamic_globals, f"{name} holds addresses of this process"
-        part = bitcode[result.library]
+        is_native, described = name.startswith(NATIVE), result.fndesc
+        names = described.llvm_func_name, described.llvm_cpython_wrapper_name, described.llvm_cfunc_wrapper_name
+        names += (described.env_name,)
+        part = bitcode[result.library] if is_native else result.library._get_compiled_object()
         loops[name] = {
+            "form": prepared_code.BITCODE if is_native else prepared_code.OBJECT,
             "first": len(code),
             "end": len(code) + len(part),
             "result": str(prepared_code.RESULTS[str(result.signature.return_type)]),
@@ -112,6 +124,7 @@ def main() -> None:
             "unique_name": result.fndesc.unique_name,
             "mangled_name": result.fndesc.mangled_name,
             "env_name": result.fndesc.env_name,
+            "defined": sorted({part.name for part in parts_of(result.library) if not part.is_declaration} & set(names)),
         }
         code += part
     found = {**prepared_code.made_with(), "sha256": prepared_code.digest_of(loops, code), "loops": loops}

@@ -80,8 +80,8 @@ def _rows_launch(shape: tuple[int, int], fmt: Format, element: str, source: str,
         "PIECES": triton.cdiv(cols, wide),
         "VECTOR": min(launch.vector or 16, wide),
     }
-    options: dict[str, Any] = {"num_warps": _warps_for(wide * tall, launch), "enable_fp_fusion": False}
-    return PreparedLaunch(_encode_rows, (triton.cdiv(rows, tall),), (rows, cols), constants, **options)
+    grid, warps = (triton.cdiv(rows, tall),), _warps_for(wide * tall, launch)
+    return PreparedLaunch(_encode_rows, grid, (rows, cols), constants, num_warps=warps, enable_fp_fusion=False)
 
 
 def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:

@@ -139,8 +139,9 @@ def _with_rounded_input(x: Tensor, bias: Tensor | None, *weight: Any) -> Any:
     if way is None or way.input is None or not _is_on_gpu(x.device):
         return NotImplemented
     if way.strategy == "fp8":
-        rows = (data, scales) if name == FP8_INPUT else torch.ops.bitplan.e4m3_rows(data, scales, name, x.shape[1])
-        return product_of_rows(*token_codes(x, FP8_INPUT), *rows, bias)
+        if name != FP8_INPUT:
+            data, scales = torch.ops.bitplan.e4m3_rows(data, scales, name, x.shape[1])
+        return product_of_rows(*token_codes(x, FP8_INPUT), data, scales, bias)
     plain = text_of([(None, Pick(way.strategy, "", way.launch))])
     return _LINEAR(round_input(x, way.input), bias, *weight[:8], outputs, plain, *weight[10:])
 

@@ -39,6 +39,8 @@ from bitplan.formats.triton_numbers import (
     magnitude_bits,
     narrow,
     reciprocal,
+    round_bf16,
+    round_to_integer,
     scale_name,
 )
 
@@ -47,7 +49,7 @@ WIDTHS = (32, 64, 128, 256)  # of a head
 TOKENS = 64  # of a tile
 PROGRAMS = 528  # four for each multiprocessor of an H200: chunks are cut until there are about as many
 LEAST_CHUNK = 256
-ROW_FORMATS = ("int8_row", "fp8_e4m3_row")
+APPENDED = ("int8_row", "fp8_e4m3_row", "int4_g32")  # rounded by the kernel that writes them
 
 
 def can_join(formats: tuple[Format | None, Format | None], width: int, device: torch.device) -> bool:
@@ -124,7 +126,7 @@ class JoinedRows:
         if self.tokens + 1 > self.capacity:
             self._make_room(batch, heads, self.tokens + 1, keys.device)
         before = self.shared.on(keys.device, self.tokens)
-        if all(fmt.name in ROW_FORMATS for fmt in self.formats):
+        if all(fmt.name in APPENDED for fmt in self.formats):
             if self.launches is None:
                 self.launches = _Launches(_append_launch(self, batch * heads, keys), {})
             pairs = [self.parts[which][name] for which in (0, 1) for name in ("data", "scales")]
@@ -264,11 +266,24 @@ def _append_row(
     LARGEST_SCALE: tl.constexpr,
     SOURCE: tl.constexpr,
 ):
-    col_C = tl.arange(0, WIDTH)
-    x_C = float_of_bits(tl.load(x_ptr + row * WIDTH + col_C), SOURCE)
-    scale = flush_small(scale_of_limit(tl.max(magnitude_bits(x_C), axis=0), LARGEST, LARGEST_SCALE))
-    tl.store(scales_ptr + at, scale)
-    tl.store(data_ptr + at * WIDTH + col_C, round_byte(x_C * reciprocal(scale), ELEMENT))
+    x_ptr += row * WIDTH
+    if ELEMENT == "int4":  # groups of 32 with bfloat16 scales, neighbours in a byte, codes plus 8
+        group_G = tl.arange(0, WIDTH // 32)
+        byte_GB = group_G[:, None] * 16 + tl.arange(0, 16)[None, :]
+        even_GB = float_of_bits(tl.load(x_ptr + 2 * byte_GB), SOURCE)
+        odd_GB = float_of_bits(tl.load(x_ptr + 2 * byte_GB + 1), SOURCE)
+        limit_G = tl.max(tl.maximum(magnitude_bits(even_GB), magnitude_bits(odd_GB)), axis=1)
+        stored_G = round_bf16(flush_small(scale_of_limit(limit_G, LARGEST, LARGEST_SCALE)))
+        inverse_GB = reciprocal(float_of_bits(stored_G, "bf16"))[:, None]
+        code_GB = round_to_integer(even_GB * inverse_GB) + round_to_integer(odd_GB * inverse_GB) * 16 + 0x88
+        tl.store(scales_ptr + at * (WIDTH // 32) + group_G, stored_G)
+        tl.store(data_ptr + at * (WIDTH // 2) + byte_GB, code_GB.to(tl.uint8))
+    else:
+        col_C = tl.arange(0, WIDTH)
+        x_C = float_of_bits(tl.load(x_ptr + col_C), SOURCE)
+        scale = flush_small(scale_of_limit(tl.max(magnitude_bits(x_C), axis=0), LARGEST, LARGEST_SCALE))
+        tl.store(scales_ptr + at, scale)
+        tl.store(data_ptr + at * WIDTH + col_C, round_byte(x_C * reciprocal(scale), ELEMENT))
 
 
 @triton.jit
@@ -290,30 +305,38 @@ def _tile(
     scales_ptr,
     token_T,
     ok_T,
-    PIECE: tl.constexpr,
     WIDTH: tl.constexpr,
     ELEMENT: tl.constexpr,
     ORDER: tl.constexpr,
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """A piece of the rows of some tokens [T, C], times its groups' scales; a scale of the whole row is left out."""
-    if ORDER == "bytes":
-        byte_C = tl.arange(0, WIDTH)
-        code_TC = tl.load(data_ptr + token_T[:, None] * WIDTH + byte_C[None, :], mask=ok_T[:, None], other=0)
-        if ELEMENT == "int8" or ELEMENT == "int8_half_away":
-            x_TC = code_TC.to(tl.float32)
-        else:
-            x_TC = float_of_e4m3(code_TC, ELEMENT)
+    """The rows of some tokens [T, C] in one piece (twice), or those of low and of high nibbles, times groups' scales.
+
+    A scale of the whole row is left out.
+    """
+    bytes_of_row: tl.constexpr = WIDTH if ORDER == "bytes" else WIDTH // 2
+    byte_C = tl.arange(0, bytes_of_row)
+    code_TC = tl.load(data_ptr + token_T[:, None] * bytes_of_row + byte_C[None, :], mask=ok_T[:, None], other=0)
+    if ORDER != "bytes":
+        low_TC = ((code_TC & 15).to(tl.int32) - 8).to(tl.float32)
+        high_TC = ((code_TC >> 4).to(tl.int32) - 8).to(tl.float32)
     else:
-        byte_C = tl.arange(0, WIDTH // 2)
-        code_TC = tl.load(data_ptr + token_T[:, None] * (WIDTH // 2) + byte_C[None, :], mask=ok_T[:, None], other=0)
-        x_TC = (((code_TC.to(tl.int32) >> (4 * PIECE)) & 15) - 8).to(tl.float32)
+        if ELEMENT == "int8" or ELEMENT == "int8_half_away":
+            low_TC = code_TC.to(tl.float32)
+        else:
+            low_TC = float_of_e4m3(code_TC, ELEMENT)
+        high_TC = low_TC
     if GROUP > 0:
         bytes_of_group: tl.constexpr = GROUP if ORDER == "bytes" else GROUP // 2
         at_TC = token_T[:, None] * (WIDTH // GROUP) + (byte_C // bytes_of_group)[None, :]
-        x_TC = x_TC * load_scale(tl.load(scales_ptr + at_TC, mask=ok_T[:, None], other=0), 1.0, SCALE)
-    return x_TC if INTERPRETED else x_TC.to(tl.bfloat16)
+        scale_TC = load_scale(tl.load(scales_ptr + at_TC, mask=ok_T[:, None], other=0), 1.0, SCALE)
+        low_TC *= scale_TC
+        high_TC *= scale_TC
+    if not INTERPRETED:
+        low_TC = low_TC.to(tl.bfloat16)
+        high_TC = high_TC.to(tl.bfloat16)
+    return low_TC, high_TC
 
 
 @triton.jit
@@ -384,11 +407,12 @@ def _attend_chunk(
     for start in range(first, last, TOKENS):
         token_T = start + tl.arange(0, TOKENS)
         ok_T = token_T < last
-        k_TC = _tile(key_data_ptr, key_scales_ptr, token_T, ok_T, 0, WIDTH, K_ELEMENT, K_ORDER, K_GROUP, K_SCALE)
-        score_HT = tl.dot(q0_HC, tl.trans(k_TC))
+        low_TC, high_TC = _tile(
+            key_data_ptr, key_scales_ptr, token_T, ok_T, WIDTH, K_ELEMENT, K_ORDER, K_GROUP, K_SCALE
+        )
+        score_HT = tl.dot(q0_HC, tl.trans(low_TC))
         if k_nibbles:
-            k_TC = _tile(key_data_ptr, key_scales_ptr, token_T, ok_T, 1, WIDTH, K_ELEMENT, K_ORDER, K_GROUP, K_SCALE)
-            score_HT += tl.dot(q1_HC, tl.trans(k_TC))
+            score_HT += tl.dot(q1_HC, tl.trans(high_TC))
         if K_GROUP == 0:
             score_HT *= tl.load(key_scales_ptr + token_T, mask=ok_T, other=0.0)[None, :]
         seen_T = ok_T
@@ -404,13 +428,12 @@ def _attend_chunk(
             weight_HT *= tl.load(value_scales_ptr + token_T, mask=ok_T, other=0.0)[None, :]
         if not INTERPRETED:
             weight_HT = weight_HT.to(tl.bfloat16)
-        v_TC = _tile(value_data_ptr, value_scales_ptr, token_T, ok_T, 0, WIDTH, V_ELEMENT, V_ORDER, V_GROUP, V_SCALE)
-        out0_HC = out0_HC * shrink_H[:, None] + tl.dot(weight_HT, v_TC)
+        low_TC, high_TC = _tile(
+            value_data_ptr, value_scales_ptr, token_T, ok_T, WIDTH, V_ELEMENT, V_ORDER, V_GROUP, V_SCALE
+        )
+        out0_HC = out0_HC * shrink_H[:, None] + tl.dot(weight_HT, low_TC)
         if v_nibbles:
-            v_TC = _tile(
-                value_data_ptr, value_scales_ptr, token_T, ok_T, 1, WIDTH, V_ELEMENT, V_ORDER, V_GROUP, V_SCALE
-            )
-            out1_HC = out1_HC * shrink_H[:, None] + tl.dot(weight_HT, v_TC)
+            out1_HC = out1_HC * shrink_H[:, None] + tl.dot(weight_HT, high_TC)
     at_H = head_H.to(tl.int64) * CHUNKS + which
     tl.store(stats_ptr + at_H * 2, top_H, mask=ok_H)
     tl.store(stats_ptr + at_H * 2 + 1, sum_H, mask=ok_H)

@@ -150,7 +150,7 @@ def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) ->
                 raise LayerError(f"strategy 'fused': there is no fused kernel for {x.device.type}")
             return fused.run(x, matrix.encoded, matrix.prepared, bias, way.launch)
         if way.strategy == "fp8":
-            return fp8_linear(x.contiguous(), matrix.encoded, bias)
+            return fp8_linear(x, matrix.encoded, bias)
         wide = compute_dtype(x.device, x.dtype)
         bias = None if bias is None else bias.to(wide)
         numbers = x.to(wide) if way.input is None else rounded(x, way.input, wide)

@@ -133,13 +133,8 @@ def choose(
     fused = fused_for(weight.device.type, input)
     if strategy == "auto":
         return _auto(weight, rows, dtype, cache, fused, measure=measure, input=input)
-    if strategy == "fp8":
-        refused = why_no_fp8(weight, dtype, input)
-        if refused is not None:
-            raise LayerError(
-                f"{where}: strategy 'fp8' cannot run for {weight.fmt.name} of shape {weight.shape}: {refused}; set "
-                "strategy='auto', which picks another way where this one cannot run"
-            )
+    if strategy == "fp8" and (refused := why_no_fp8(weight, dtype, input)) is not None:
+        raise _cannot_run(strategy, weight, where, refused)
     if strategy == "fused":
         return _asked_for_fused(weight, rows, dtype, where, fused)
     if strategy == "tile_cache":
@@ -161,11 +156,15 @@ def _asked_for_fused(
             timing = record.at(rows)
             reason, launch = record.refused, timing.launch if timing.rows >= rows else None
     if reason is not None or fused is None:
-        raise LayerError(
-            f"{where}: strategy 'fused' cannot run for {weight.fmt.name} of shape {weight.shape} on {weight.device}: "
-            f"{reason}; set strategy='auto', which picks another way where this one cannot run, or 'decode'"
-        )
+        raise _cannot_run("fused", weight, where, reason)
     return Pick("fused", f"asked for: {fused.name}, which {fused.note(weight.encoded)}", launch)
+
+
+def _cannot_run(strategy: str, weight: PackedWeight, where: str, reason: str | None) -> LayerError:
+    return LayerError(
+        f"{where}: strategy {strategy!r} cannot run for {weight.fmt.name} of shape {weight.shape} on {weight.device}: "
+        f"{reason}; set strategy='auto', which picks another way where this one cannot run, or 'decode'"
+    )
 
 
 def check_cache(device: torch.device, cache: TileCache | None, where: str) -> None:

@@ -34,7 +34,7 @@ from torch.compiler import is_compiling
 from torch.nn.functional import linear
 
 from bitplan.formats import Encoded, Format
-from bitplan.formats.dispatch import bind_decode, decode, encode
+from bitplan.formats.dispatch import bind_decode, decode, encode, rounded
 from bitplan.formats.input_formats import input_format
 from bitplan.packed.crossover import ROW_COUNTS, Pick
 from bitplan.packed.linear_operator import GraphWeight, Matrix, multiply, remember
@@ -383,11 +383,9 @@ class QuantLinear(nn.Module):
             fused = fused_for(x.device.type, self._inputs)
             assert fused is not None
             bound = fused.bind(_flat(x), self.weight.encoded, prepared, self.bias, picked.launch)
-        elif picked.strategy == "decode" and self._inputs is None and (self.cache is None or self.strategy == "decode"):
-            bound = _bound_decode(self.weight.encoded, x.dtype, self.bias)
-            key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
-        elif picked.strategy == "fp8" and (self.cache is None or self.strategy == "fp8"):
-            bound = _bound_fp8(self.weight.encoded, self.bias)
+        elif picked.strategy in ("decode", "fp8") and (self.cache is None or self.strategy == picked.strategy):
+            bind = _bound_fp8 if picked.strategy == "fp8" else _bound_decode
+            bound = bind(self.weight.encoded, x.dtype, self.bias, self._inputs)
             key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
         if bound is not None:
             if len(self._bound) >= _PICKS_KEPT:
@@ -452,7 +450,7 @@ class QuantLinear(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None) -> Bound | None:
+def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None, inputs: str | None) -> Bound | None:
     """A call that decodes the weight and multiplies; None where no kernel decodes it, or the bias has another type."""
     decoded = bind_decode(weight, dtype) if bias is None or bias.dtype == dtype else None
     if decoded is None:
@@ -463,18 +461,14 @@ def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None) -> B
         if numbers is None:
             return None
         # Of an input with gaps torch would round the product before it adds the bias.
-        return linear(x if x.is_contiguous() else x.contiguous(), numbers, bias)
+        given = x if x.is_contiguous() else x.contiguous()
+        return linear(given if inputs is None else rounded(given, inputs, dtype), numbers, bias)
 
     return run
 
 
-def _bound_fp8(weight: Encoded, bias: Tensor | None) -> Bound:
-    """A call of the product in FP8."""
-
-    def run(x: Tensor, _shape: Sequence[int]) -> Tensor:
-        return fp8_linear(x.reshape(-1, weight.shape[1]), weight, bias).reshape(*x.shape[:-1], weight.shape[0])
-
-    return run
+def _bound_fp8(weight: Encoded, _dtype: torch.dtype, bias: Tensor | None, _inputs: str | None) -> Bound:
+    return lambda x, _shape: fp8_linear(x, weight, bias)
 
 
 def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> _BoundCall:

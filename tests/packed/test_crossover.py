@@ -200,6 +200,16 @@ def test_a_wrong_kernel_is_refused_loudly_and_not_timed(
     assert pick(record, 1, room=False).strategy == "decode"
 
 
+def test_products_in_fp8_are_compared_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bitplan.packed.products import fp8_rows
+
+    one = encode(torch.randn(48, 256, generator=torch.Generator().manual_seed(0)), "fp8_e4m3_row")
+    assert crossover.measure_fp8(one, 16, timer=one_ms) == Timing(16, {"fp8": (1.0,) * crossover.REPEATS})
+    right = fp8_rows.fp8_linear
+    monkeypatch.setattr(fp8_rows, "fp8_linear", lambda *given: right(*given).roll(1, dims=1))
+    assert "results at 16 rows" in str(crossover.measure_fp8(one, 16, timer=one_ms))
+
+
 def test_a_kernel_that_is_wrong_for_one_launch_at_many_rows_is_refused() -> None:
     kernel = Kernel(launches=(NARROW, WIDE))
     right = kernel.run

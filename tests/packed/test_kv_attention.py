@@ -62,8 +62,9 @@ def test_masked_tokens_are_not_seen() -> None:
     torch.testing.assert_close(got, wanted.transpose(1, 2), rtol=1e-4, atol=1e-5)
 
 
-def test_a_token_is_written_with_the_bits_of_the_format() -> None:
-    rows = joined(("int8_row", "fp8_e4m3_row"), 5)
+@pytest.mark.parametrize("names", [("int8_row", "fp8_e4m3_row"), ("int4_g32", "int4_g32")])
+def test_a_token_is_written_with_the_bits_of_the_format(names: tuple[str, str]) -> None:
+    rows = joined(names, 5)
     new = torch.randn(2, 2, 2, 1, 64)
     rows.append(new[0], new[1])
     for which, fmt in enumerate(rows.formats):

@@ -243,6 +243,53 @@ def test_fused_asked_for_uses_the_measured_launch(monkeypatch: pytest.MonkeyPatc
     assert gpu.choose(1, "fused").launch == FAST
 
 
+def test_inputs_in_fp8_run_on_fp8_units_where_that_is_faster(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    refusal: list[str | None] = [None]
+    monkeypatch.setattr(product_strategy, "why_no_fp8", lambda *_: refusal[0])
+    times = {"fused": (1.0,), "decode": (3.0,), "expanded": (2.0,)}
+    record = Crossover("mxfp4", 64, 128, tuple(Timing(rows, times, FAST) for rows in (1, 64)))
+    gpu = Gpu(monkeypatch, tmp_path, record)
+    fp8 = {"measure": False, "input": "fp8_e4m3_row"}
+    assert [gpu.choose(rows, **fp8).strategy for rows in (32, 33)] == ["fused", "fp8"]  # by the rule
+    assert gpu.choose(33, room=True, **fp8).strategy == "tile_cache"
+    measured: list[int] = []
+
+    def measure(_weight: Encoded, rows: int) -> Timing | str:
+        measured.append(rows)
+        return Timing(rows, {"fp8": (0.5 if rows == 64 else 1.5,)})
+
+    monkeypatch.setattr(crossover, "measure_fp8", measure)
+    for _ in range(2):
+        assert [gpu.choose(rows, input="fp8_e4m3_row").strategy for rows in (1, 64)] == ["fused", "fp8"]
+    assert measured == [1, 64]
+    assert "fp8 0.5000 ms" in gpu.choose(64, input="fp8_e4m3_row").reason
+    again = CrossoverTable(gpu.table.path, gpu.table.fingerprint)  # as another process reads it
+    assert again.find("mxfp4", 64, 128) == gpu.table.find("mxfp4", 64, 128)
+    refusal[0] = "a row's scales span too much"
+    assert gpu.choose(64, input="fp8_e4m3_row").strategy == "fused"
+    with pytest.raises(
+        LayerError, match=r"'fp8' cannot run for mxfp4 of shape \(64, 128\) on cuda:0: a row's scales span"
+    ):
+        gpu.choose(64, "fp8", input="fp8_e4m3_row")
+
+
+def test_fp8_is_not_used_where_its_results_were_wrong(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(product_strategy, "why_no_fp8", lambda *_: None)
+    monkeypatch.setattr(crossover, "measure_fp8", lambda *_: "7 of 8 results differ")
+    gpu = Gpu(monkeypatch, tmp_path, Crossover("mxfp4", 64, 128, TIMINGS))
+    assert gpu.choose(128, input="fp8_e4m3_row").strategy == "decode"
+    assert "products of mxfp4 in FP8 are wrong and will not be used: 7 of 8" in caplog.text
+
+
+def test_what_is_decoded_runs_in_fp8_where_that_was_not_measured() -> None:
+    record = Crossover("mxfp4", 64, 128, TIMINGS)
+    assert crossover.pick(record, 128, room=False, in_fp8=True).strategy == "fp8"
+    assert crossover.pick(record, 128, room=False).strategy == "decode"
+    assert crossover.pick(record, 1, room=False, in_fp8=True).strategy == "fused"
+
+
 def test_a_device_without_kernels_decodes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Somewhere, "device", torch.device("mps"))
     weight: Any = Somewhere()

@@ -9,6 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+import torch
 import transformers
 from safetensors import safe_open
 
@@ -18,7 +19,9 @@ from bitplan.base.errors import BitplanError
 from bitplan.cli import run
 from bitplan.files.certificate import CARD, EVIDENCE_FILE, read_certificate
 from bitplan.files.engines.targets import export_model
+from bitplan.files.gpt_oss import convert_gpt_oss, make_checkpoint
 from bitplan.files.quantize_files import QuantizeOptions, quantize_file
+from bitplan.plan import Plan
 from bitplan.searching.goal import SearchError
 from bitplan.searching.run import SearchOptions
 from bitplan.searching.verify import verify_model
@@ -235,9 +238,51 @@ def test_a_certificate_is_not_copied_into_another_file(written, tmp_path):
         assert json.loads(file.metadata()["bitplan_evidence"])["document"] == "bitplan-certificate"
 
 
-def test_an_exported_gpt_oss_has_a_certificate(tmp_path):
-    save_tiny(tmp_path / "in", "gpt_oss")
-    export_model(tmp_path / "in", tmp_path / "out.gguf", "gguf", "mxfp4")
-    result = verify_model(tmp_path / "out.gguf", source=tmp_path / "in")
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory) -> Path:
+    """A tiny gpt-oss as everything that the verbs of its own write, made of `in`."""
+    folder = tmp_path_factory.mktemp("gpt_oss")
+    save_tiny(folder / "in", "gpt_oss")
+    export_model(folder / "in", folder / "exported.gguf", "gguf", "mxfp4")
+    for to, name in (("hf", "hf"), ("openai", "openai"), ("gguf", "converted.gguf"), ("openai", "file.safetensors")):
+        convert_gpt_oss(folder / "in", folder / name, to=to)
+    make_checkpoint(folder / "drawn", naming="hf", layers=1)
+    make_checkpoint(folder / "drawn.gguf", naming="gguf", layers=1)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name", ["exported.gguf", "hf", "openai", "converted.gguf", "file.safetensors", "drawn", "drawn.gguf"]
+)
+def test_what_is_written_of_gpt_oss_has_a_certificate(gpt_oss, name, tmp_path):
+    result = verify_model(gpt_oss / name, source=gpt_oss / "in")
     assert result.findings == []
     assert result.held[0] == "every byte is as it was written"
+    source = certificate_in(gpt_oss / name)["source"]
+    assert source["files"].keys() == (set() if name.startswith("drawn") else {"model.safetensors"})
+    copy = tmp_path / name
+    if copy.suffix:
+        shutil.copy(gpt_oss / name, copy)
+        changed = copy
+    else:
+        shutil.copytree(gpt_oss / name, copy)
+        changed = copy / "config.json"
+    raw = bytearray(changed.read_bytes())
+    raw[-10] ^= 1
+    changed.write_bytes(raw)
+    assert [finding.code for finding in verify_model(copy).findings] == ["bytes"]
+
+
+def test_the_plan_of_a_converted_gpt_oss_says_what_was_done(gpt_oss):
+    plan = Plan.from_document(certificate_in(gpt_oss / "hf")["plan"], where="hf")
+    experts = plan.entries["model.layers.0.mlp.experts.down_proj_blocks"]
+    assert (experts.choice.format, experts.choice.reason, experts.part) == ("mxfp4", "encoded", "data")
+    assert plan["model.norm.weight"].reason == "copied"
+    assert sum(entry.nbytes for entry in plan.entries.values()) == sum(
+        spec.nbytes for spec in safetensors_of(gpt_oss / "hf" / "model.safetensors")
+    )
+
+
+def safetensors_of(path: Path) -> list[torch.Tensor]:
+    with safe_open(path, "pt") as file:
+        return [file.get_tensor(name) for name in file.keys()]  # noqa: SIM118 (no dictionary)

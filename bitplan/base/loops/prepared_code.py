@@ -1,9 +1,11 @@
-"""Loops that come with the package half compiled: LLVM bitcode after its optimizer, from which a machine makes code
-for its own processor in a tenth of the time that numba takes from the source on.
+"""Loops that come with the package compiled, as objects for x86-64 processors with AVX2, which take as long to load as
+numba's own cache does, and need none of numba's compiler.
 
-`data/prepared_loops.zip` is written by `tools/prepare_loops.py`, for x86-64 Linux. It is used where its sources are the
-package's, and numba is of the release that wrote it; elsewhere numba compiles. What was made of it goes to numba's
-cache like any compiled code, so it is read once on a machine. It is data, no pickle: an index in JSON, and bitcode.
+`data/prepared_loops.zip` is written by `tools/prepare_loops.py`, for Linux. It is used where the processor has what the
+objects need, its sources are the package's, and numba is of the release that wrote it; elsewhere numba compiles. Loops
+that gain from a newer processor are LLVM bitcode after its optimizer: a machine makes its own code of them in a tenth
+of the time that numba takes from the source on, and numba's cache keeps it. It is data, no pickle: an index in JSON,
+objects and bitcode.
 """
 
 from __future__ import annotations
@@ -26,11 +28,15 @@ from numba.core import funcdesc, types, typing
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.compiler import compile_result
 from numba.core.lowering import Environment
+from numba.core.runtime import rtsys
 
 PACKAGE = Path(__file__).parents[2]
 FILE = PACKAGE / "data" / "prepared_loops.zip"
 DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, LZMAError)
-INDEX, CODE = "index.json", "loops.bc"  # all loops one after the other: they have much in common
+INDEX, CODE = "index.json", "loops"  # all loops one after the other: they have much in common
+# x86-64-v3, beyond what every x86-64 processor has
+FEATURES = "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"
+OBJECT, BITCODE = "object", "bitcode"
 # What loops return; signatures are looked up by their text.
 RESULTS: dict[str, Any] = {
     str(kind): kind
@@ -68,7 +74,8 @@ def name_of(function: Callable[..., Any], sig: Any) -> str | None:
 @functools.cache
 def _loops() -> tuple[dict[str, Any], bytes]:
     """Entries by name, and all code; none where the file is for something else, or damaged."""
-    if not sys.platform.startswith("linux") or not FILE.is_file():
+    features = llvm.get_host_cpu_features()
+    if not sys.platform.startswith("linux") or not FILE.is_file() or not all(map(features.get, FEATURES)):
         return {}, b""
     try:
         with zipfile.ZipFile(FILE) as file:
@@ -104,13 +111,13 @@ def digest_of(loops: dict[str, Any], code: bytes) -> str:
     return hashlib.sha256(json.dumps(loops, sort_keys=True).encode() + code).hexdigest()
 
 
-def rebuilt(function: Callable[..., Any], sig: Any, context: Any) -> Any:
-    """numba's result of compiling a function, from the file; None if that does not have it."""
+def rebuilt(function: Callable[..., Any], sig: Any, context: Any, form: str) -> Any:
+    """numba's result of compiling a function, from the file; None if that does not have it in this form."""
     loops, code_of_all = _loops()
     entry = loops.get(name_of(function, sig) or "")
-    if entry is None:
+    if entry is None or entry["form"] != form:
         return None
-    bitcode = code_of_all[entry["first"] : entry["end"]]
+    part = code_of_all[entry["first"] : entry["end"]]
     kinds = sig.args if isinstance(sig, typing.Signature) else tuple(sig)
     result, code = RESULTS[entry["result"]], function.__code__
     described = funcdesc.PythonFunctionDescriptor(
@@ -128,11 +135,16 @@ def rebuilt(function: Callable[..., Any], sig: Any, context: Any) -> Any:
         env_name=entry["env_name"],
     )
     described.mangled_name = entry["mangled_name"]
-    context.refresh()
     library = context.codegen().create_library(entry["library"])
-    library.enable_object_caching()  # numba's cache keeps the machine's own code
-    library._final_module = llvm.parse_bitcode(bitcode)
+    library.enable_object_caching()
+    if form == OBJECT:
+        rtsys.initialize(context)  # what wrappers call
+        library._set_compiled_object(part)
+    else:  # numba's cache keeps the machine's own code
+        context.refresh()
+        library._final_module = llvm.parse_bitcode(part)
     library._finalize_final_module()
+    library._codegen._engine._defined_symbols.update(entry["defined"])  # numba does not look into objects
     environment = Environment.from_fndesc(described)
     return compile_result(
         target_context=context,
@@ -154,12 +166,12 @@ class PreparedCache(FunctionCache):  # type: ignore[misc]
     """numba's cache on disk; what that does not have may be in the package."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        found = super().load_overload(sig, target_context)
-        if found is None:
-            found = rebuilt(self._py_func, sig, target_context)
-            if found is not None:
-                self.save_overload(sig, found)
-        return found
+        loaded = rebuilt(self._py_func, sig, target_context, OBJECT) or super().load_overload(sig, target_context)
+        if loaded is None:
+            loaded = rebuilt(self._py_func, sig, target_context, BITCODE)
+            if loaded is not None:
+                self.save_overload(sig, loaded)
+        return loaded
 
 
 class PackageCache(NullCache):  # type: ignore[misc]
@@ -169,7 +181,8 @@ class PackageCache(NullCache):  # type: ignore[misc]
         self._function = function
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        return rebuilt(self._function, sig, target_context)
+        given = self._function, sig, target_context
+        return rebuilt(*given, OBJECT) or rebuilt(*given, BITCODE)
 
 
 def cache_of(function: Callable[..., Any]) -> Any:

@@ -8,7 +8,6 @@ ways of their own, is written by `files.gpt_oss`.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -35,7 +34,7 @@ from bitplan.files.engines.targets import (
 )
 from bitplan.files.gguf import GGUFValue
 from bitplan.files.gguf_split import check_gguf_output, write_parts
-from bitplan.files.gguf_tensors import GGUF, GGUFTensors, file_metadata, gguf_type
+from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
 from bitplan.files.gpt_oss.convert import save_gpt_oss
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import GptOssFile
@@ -48,7 +47,7 @@ from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name
-from bitplan.plan import Choice, Plan, Planned
+from bitplan.plan import Plan
 from bitplan.plan.structure.families import split_expert
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------
@@ -93,16 +92,13 @@ class GptOssExport:
         return ExportRow(slot.name, ", ".join(slot.parts), slot.shape, "", name, why, size)
 
     def write(self, on_bytes: OnBytes | None = None) -> None:
-        plan = Plan({row.name: Planned(Choice(row.format, row.reason), row.shape) for row in self.report.rows})
-        rule = self._request.scale_rule
-        certificate = certificate_of(plan, self._request.source, self._file.files, scale_rule=rule, holds_plan=True)
         save_gpt_oss(
             self._file,
             Path(self._request.output),
             "gguf",
             experts="mxfp4" if self._experts == "mxfp4" else "bfloat16",
             scale_rule=self._request.scale_rule,
-            metadata=self._metadata | GGUF().certificate_entry(json.dumps(certificate, separators=(",", ":"))),
+            metadata=self._metadata,
             force=self._request.force,
             on_bytes=on_bytes or (lambda _count, _name: None),
         )

@@ -35,6 +35,7 @@ from torch import Tensor
 from bitplan.base.errors import FormatError, StoreError, did_you_mean
 from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.records import atomic_file, check_output, read_json, require_unchanged, stamps_of, write_json
+from bitplan.files.certificate import EVIDENCE_FILE, certificate_of, write_certificate
 from bitplan.files.gguf import GGUFValue, write_gguf
 from bitplan.files.gpt_oss.config import (
     CONFIG,
@@ -54,11 +55,14 @@ from bitplan.files.gpt_oss.source import (
     plain_rows,
     split_expert,
 )
+from bitplan.files.open_files import require_container
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.tensor_bytes import PayloadWriter
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.scale_rules import ScaleRule
+from bitplan.plan import Choice, Plan, Planned
+from bitplan.plan.plan import Part
 
 Action = Literal["copied", "rearranged", "widened", "narrowed", "encoded", "expanded", "rounded", "drawn"]
 OnBytes = Callable[[int, str], None]
@@ -70,6 +74,7 @@ _GGML_TYPES = {
 }
 
 
+_PARTS: dict[str, Part] = {"blocks": "data", "scales": "scales"}
 ExpertFormat = Literal["mxfp4", "bfloat16"]
 WEIGHTS = "model.safetensors"
 # Files beside a Hugging Face model that are valid for the converted one too.
@@ -147,7 +152,7 @@ def convert_gpt_oss(
                 f"{source}: a scale rule is for experts that are encoded, and these are {held}; leave it out"
             )
         stays_hf = file.layout == to == "hf"
-        companions = [name for name in COMPANIONS if stays_hf and (file.folder / name).is_file()]
+        companions = [file.folder / name for name in COMPANIONS if stays_hf and (file.folder / name).is_file()]
         with open_destination(dest, to, force=force, sources=file.files) as weights:
             report = save_gpt_oss(
                 file,
@@ -157,14 +162,11 @@ def convert_gpt_oss(
                 scale_rule=scale_rule,
                 config=file.config if stays_hf else None,
                 metadata=file.metadata if file.layout == to else None,
+                companions=companions,
+                is_folder=weights != Path(dest),
                 force=force,
                 on_bytes=on_bytes,
             )
-            if weights != Path(dest):  # the output is a folder
-                for name in companions:
-                    with (file.folder / name).open("rb") as companion, atomic_file(weights.parent / name) as copy:
-                        shutil.copyfileobj(companion, copy)
-                report.files += companions
     report.source, report.output, report.from_layout = str(source), str(dest), file.layout
     return report
 
@@ -178,10 +180,15 @@ def save_gpt_oss(
     scale_rule: ScaleRule | None = None,
     config: Mapping[str, Any] | None = None,
     metadata: Mapping[str, GGUFValue] | None = None,
+    companions: Sequence[Path] = (),
+    is_folder: bool = False,
     force: bool = False,
     on_bytes: OnBytes = lambda _count, _name: None,
 ) -> ConvertReport:
-    """Write weights and their config; a given `config` and `metadata` are carried over."""
+    """Write weights, their config and their certificate; a given `config` and `metadata` are carried over.
+
+    is_folder   the weights lie in a new folder, which has the certificate and the companions; else the file has it
+    """
     if experts not in get_args(ExpertFormat):
         raise StoreError(f"experts are written in {' or '.join(get_args(ExpertFormat))}, got {experts!r}")
     packed = experts == "mxfp4"
@@ -202,13 +209,39 @@ def save_gpt_oss(
             document = fresh if config is None else with_quantization(config, packed=packed)
         _check_config(weights.parent / CONFIG, document, source, force=force)
     dtype = None if packed else torch.bfloat16
+    certificate = certificate_of(
+        _plan_of(source, to, dtype), Path(source.where), source.files, scale_rule=scale_rule, holds_plan=True
+    )
+    metadata = dict(metadata or {}) if to == "gguf" else {"format": "pt"}  # transformers 4 wants the key
+    if not is_folder:
+        metadata |= require_container(weights).certificate_entry(json.dumps(certificate, separators=(",", ":")))
     report.tensors = write_gpt_oss(
         source, weights, to, experts=dtype, scale_rule=scale_rule, metadata=metadata, on_bytes=on_bytes
     )
     if document is not None:
         write_json(weights.parent / CONFIG, document)
         report.files.append(CONFIG)
+    if is_folder:
+        for companion in companions:
+            with companion.open("rb") as original, atomic_file(weights.parent / companion.name) as copy:
+                shutil.copyfileobj(original, copy)
+            report.files.append(companion.name)
+        write_certificate(weights.parent, certificate)
+        report.files.append(EVIDENCE_FILE)
     return report
+
+
+def _plan_of(source: GptOssSource, to: Layout, experts: torch.dtype | None) -> Plan:
+    """What becomes of each tensor, for the certificate: its format, and what is done to it."""
+    slots = list_slots(to, source.shape, packed=experts is None)
+    entries = {}
+    for slot in slots:
+        dtype = _dtype(source, slot, to, experts)
+        action = _expert_action(source, [slot], experts) if slot.is_expert else _plain_action(source, slot, dtype)
+        part = _PARTS.get(slot.kind)
+        name = "mxfp4_gguf" if dtype is None else _format(slot, dtype)
+        entries[slot.name] = Planned(Choice(name, action), slot.shape, part=part)
+    return Plan(entries)
 
 
 def _check_config(path: Path, document: Mapping[str, Any], source: GptOssSource, *, force: bool) -> None:
@@ -255,10 +288,10 @@ def write_gpt_oss(
     *,
     experts: torch.dtype | None = None,
     scale_rule: ScaleRule | None = None,
-    metadata: Mapping[str, GGUFValue] | None = None,
+    metadata: Mapping[str, Any],
     on_bytes: OnBytes = lambda _count, _name: None,
 ) -> list[Written]:
-    """Write one file, atomically; `experts` None is MXFP4, else their float type. `metadata` is GGUF's."""
+    """Write one file, atomically; `experts` None is MXFP4, else their float type."""
     slots = list_slots(layout, source.shape, packed=experts is None)
     dtypes = {slot.name: _dtype(source, slot, layout, experts) for slot in slots}
     actions: dict[str, Action] = {}
@@ -324,13 +357,13 @@ def _open_writer(
     layout: Layout,
     slots: Sequence[LayoutTensor],
     dtypes: Mapping[str, torch.dtype | None],
-    metadata: Mapping[str, GGUFValue] | None,
+    metadata: Mapping[str, Any],
 ) -> AbstractContextManager[PayloadWriter]:
     if layout == "gguf":
         types = [(slot.name, _GGML_TYPES[dtypes[slot.name]], slot.shape) for slot in slots]
-        return write_gguf(path, types, metadata or {}, checksums=True)
+        return write_gguf(path, types, metadata, checksums=True)
     entries = [(slot.name, dtypes[slot.name] or torch.uint8, slot.shape) for slot in slots]
-    return write_safetensors(path, entries, {"format": "pt"})  # transformers 4 wants the key
+    return write_safetensors(path, entries, metadata)
 
 
 def _plain_action(source: GptOssSource, slot: LayoutTensor, dtype: torch.dtype | None) -> Action:

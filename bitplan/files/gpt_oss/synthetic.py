@@ -50,7 +50,10 @@ def make_checkpoint(
     shape = make_shape(size, **sizes)
     source = DrawnCheckpoint(shape, packed=expert_format == "mxfp4", seed=seed, device=device)
     with open_destination(path, naming, force=force) as weights:
-        report = save_gpt_oss(source, weights, naming, experts=expert_format, force=force, on_bytes=on_bytes)
+        is_folder = weights != Path(path)
+        report = save_gpt_oss(
+            source, weights, naming, experts=expert_format, is_folder=is_folder, force=force, on_bytes=on_bytes
+        )
     report.output, report.from_layout = str(path), "drawn"
     report.tensors = [replace(tensor, action="drawn") for tensor in report.tensors]
     return report

@@ -50,7 +50,7 @@ MOST_IN_QUADS = 512  # inputs that are rounded at a time
 MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
 
-Call = Callable[[Tensor, Sequence[int]], Tensor | None]
+Call = Callable[[Tensor, Sequence[int]], Tensor]
 Into = Callable[[int, int], None]  # addresses of x and of the result, float32 and contiguous
 _Job = tuple["array[int]", int, int, int, Tensor]  # fields, their address; memory for threads: address, bytes, itself
 _jobs: list[_Job] = []  # those of calls that are over, still in the CPU's cache: as many as calls ever ran at once
@@ -145,7 +145,7 @@ class RoundedFirst:
         y: Tensor = self.plain.run(self._rounded(x_MK), *product)
         return y.to(x_MK.dtype)
 
-    def bind(self, x_MK: Tensor, *product: Any) -> Call | None:
+    def bind(self, x_MK: Tensor, *product: Any) -> Callable[[Tensor, Sequence[int]], Tensor | None] | None:
         bound = self.plain.bind(x_MK, *product)
 
         def call(x: Tensor, shape: Sequence[int]) -> Tensor | None:
@@ -208,10 +208,12 @@ class IntegersOnCpu(RoundedFirst):
             return x_MK.new_empty((0, weight.shape[0]))
         return self._call(inputs, weight, prepared[0], wide)(x_MK, (inputs, weight.shape[0]))
 
-    def bind(self, x_MK: Tensor, *product: Any) -> Call | None:
+    def bind(self, x_MK: Tensor, *product: Any) -> Callable[[Tensor, Sequence[int]], Tensor | None] | None:
         weight, prepared, bias, _launch = product
         is_odd = bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())
-        if is_odd or not x_MK.shape[0] or self.why_no_integers(weight) is not None:
+        if self.why_no_integers(weight) is not None:
+            return super().bind(x_MK, *product)
+        if is_odd or not x_MK.shape[0]:
             return None
         return self._call(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
 

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bitplan.base.compiled_code import define_operator
 from bitplan.formats import Encoded, get_format
-from bitplan.formats.dispatch import encode_unchecked
+from bitplan.formats.elements import E2M1
 from bitplan.formats.input_formats import token_codes
 
 FP8_INPUT = "fp8_e4m3_row"
@@ -91,9 +91,7 @@ def weight_rows(weight: Encoded) -> tuple[Tensor, Tensor]:
         return rows_of_mxfp4(weight.data, weight.scales, SHIFT)
     power = weight.scales.int()
     row = _row_power(power)
-    element = weight.fmt.element
-    assert element is not None
-    values = element.value(weight.codes()).reshape(*power.shape, -1)
+    values = E2M1.value(weight.codes()).reshape(*power.shape, -1)
     codes = torch.ldexp(values, (power - row).unsqueeze(-1)).to(torch.float8_e4m3fn)
     return codes.reshape(weight.shape), (row << 23).view(torch.float32)
 
@@ -112,18 +110,16 @@ define_operator(
 )
 
 
-def input_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """The input's E4M3 codes, and the scales of its rows [rows, 1]."""
-    if not x_MK.is_cuda:
-        return token_codes(x_MK, FP8_INPUT)
-    encoded = encode_unchecked(x_MK, FP8_INPUT)
-    assert encoded.scales is not None
-    return encoded.data, encoded.scales
+def fp8_linear(x: Tensor, weight: Encoded, bias: Tensor | None) -> Tensor:
+    """x [..., inputs] @ W.T + bias, in bfloat16."""
+    x_MK = x.reshape(-1, weight.shape[1])
+    if x.is_cuda:
+        from bitplan.formats.triton_encode import encode_rows
 
-
-def fp8_linear(x_MK: Tensor, weight: Encoded, bias: Tensor | None) -> Tensor:
-    """x [rows, inputs] @ W.T + bias, in bfloat16."""
-    return product_of_rows(*input_rows(x_MK), *weight_rows(weight), bias)
+        rows = encode_rows(x_MK.contiguous(), get_format(FP8_INPUT))
+    else:
+        rows = token_codes(x_MK, FP8_INPUT)
+    return product_of_rows(*rows, *weight_rows(weight), bias).reshape(*x.shape[:-1], weight.shape[0])
 
 
 def product_of_rows(x_MK: Tensor, x_scale: Tensor, w_NK: Tensor, w_scale: Tensor, bias: Tensor | None) -> Tensor:

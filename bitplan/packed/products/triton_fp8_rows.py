@@ -36,8 +36,8 @@ def rows_of_mxfp4(data: Tensor, scales: Tensor, shift: int) -> tuple[Tensor, Ten
 def _launch(rows: int, blocks: int, element: str, shift: int) -> PreparedLaunch:
     tile = min(BLOCKS, triton.next_power_of_2(blocks))
     constants = {"ELEMENT": element, "SHIFT": shift, "TILE": tile, "WIDE": triton.next_power_of_2(blocks)}
-    grid, options = (rows, triton.cdiv(blocks, tile)), {"num_warps": WARPS, "enable_fp_fusion": False}
-    return PreparedLaunch(rows_kernel, grid, (blocks,), constants, **options)
+    grid = rows, triton.cdiv(blocks, tile)
+    return PreparedLaunch(rows_kernel, grid, (blocks,), constants, num_warps=WARPS, enable_fp_fusion=False)
 
 
 @triton.jit

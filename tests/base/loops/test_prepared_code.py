@@ -31,13 +31,14 @@ def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
     given = rows, 0, grads, hess, 0, 1.0, 1.0, np.uint64(0), False, entries
     kinds: Any = tuple(map(numba.typeof, given))
     loop = histogram.enter_codes.py_func
-    made = prepared_code.rebuilt(loop, kinds, cpu_target.target_context)
+    made = prepared_code.rebuilt(loop, kinds, cpu_target.target_context, prepared_code.OBJECT)
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and numba.__version__.startswith("0.68.")):
         assert made is None
         pytest.skip("no loops were prepared for this machine")
     made.entry_point(*given)
     assert entries.view(np.int64).tolist() == [(-3 << 48) + (6 << 32) + 2, (1 << 48) + (4 << 32)]
-    assert prepared_code.rebuilt(loop, kinds[:3], cpu_target.target_context) is None
+    for other in (kinds[:3], prepared_code.OBJECT), (kinds, prepared_code.BITCODE):
+        assert prepared_code.rebuilt(loop, other[0], cpu_target.target_context, other[1]) is None
     assert prepared_code.name_of(lambda: made, ()) is None, "it closes over more than numbers"
 
 

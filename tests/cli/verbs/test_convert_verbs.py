@@ -24,7 +24,7 @@ def test_make_checkpoint_says_what_it_made(capsys):
     assert run(["gpt-oss", "make", "t", "--to", "hf", "--experts", "bfloat16", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["counts"] == [{"action": "drawn", "format": "bfloat16", "tensors": 37, "bytes": 383392}]
-    assert report["files"] == ["config.json"]
+    assert report["files"] == ["config.json", "bitplan_evidence.json"]
 
 
 def test_convert_ends_with_a_summary(here, capsys):

@@ -23,6 +23,7 @@ from bitplan.packed.products import fused_few_rows as triton_matmul
 from bitplan.packed.products import fused_many_rows as triton_wide
 from bitplan.packed.products.direct_products import direct_kernel
 from bitplan.packed.products.fused_few_rows import few_rows_kernel
+from bitplan.packed.products.triton_fp8_rows import rows_kernel
 
 FORMATS = {  # element, scale, type of scales, order, bytes a code, group
     "mxfp4": ("e2m1", "e8m0", "u8", "low_first", True, 32),
@@ -44,6 +45,10 @@ def build(kernel, pointers, constants, warps, capability=90):
     options = {"num_warps": warps, "num_stages": 3}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ptx"]
 
+
+pointers = dict(data_ptr="*u8", scales_ptr="*u8", codes_ptr="*u8", row_scales_ptr="*fp32", blocks="i32")
+ptx = build(rows_kernel, pointers, dict(ELEMENT="e4m3", SHIFT=6, TILE=128, WIDE=128), 8)
+assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "st.global.v4" in ptx, "rows in E4M3"
 
 ways = (("0123", "no"), ("0213", "sorted"))
 for name in sys.argv[2:]:
