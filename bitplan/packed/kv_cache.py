@@ -35,7 +35,7 @@ from transformers.cache_utils import (  # noqa: E402
     DynamicSlidingWindowLayer,
 )
 
-TILE_NUMBERS = 2**20  # decoded at once
+TILE_NUMBERS, GPU_TILE_NUMBERS = 2**20, 2**25  # decoded at once
 
 
 def pack_rows(rows: Tensor, fmt: Format) -> dict[str, Tensor]:
@@ -77,7 +77,8 @@ class PackedRows:
             return self.parts["data"]
         batch, heads, tokens, width = self.shape
         decoded = torch.empty(self.shape, dtype=self.dtype, device=self.device)
-        step = max(1, TILE_NUMBERS // max(1, batch * heads * width))
+        most = GPU_TILE_NUMBERS if self.device.type == "cuda" else TILE_NUMBERS
+        step = max(1, most // max(1, batch * heads * width))
         for first in range(0, tokens, step):
             decoded[:, :, first : first + step] = self._tile(slice(first, first + step))
         return decoded
