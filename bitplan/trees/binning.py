@@ -18,8 +18,7 @@ import numpy as np
 
 from bitplan.base.loops import row_pieces
 from bitplan.base.loops.jit import on_threads, thread_count
-from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.distributed.shards import ALONE, Array, Shards, Span, TreesError
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops.histogram import PANEL, words_a_row
 from bitplan.trees.pieces import TablePieces

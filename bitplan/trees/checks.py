@@ -12,9 +12,8 @@ from typing import Any
 import numpy as np
 
 from bitplan.base.errors import did_you_mean
-from bitplan.trees.boost import NO_WEIGHTS, Rows
-from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.distributed.shards import ALONE, Shards
+from bitplan.trees.gradients import NO_WEIGHTS, Array, TreesError
 from bitplan.trees.scikit import check_array, check_consistent_length, column_or_1d
 from bitplan.trees.tables import names_of
 
@@ -137,30 +136,6 @@ def first_scores_of(given: Any, count: int, outputs: int, name: str) -> Array | 
         wanted = "a number" if outputs == 1 else f"{outputs} numbers"
         raise TreesError(f"{name}: expected {wanted} for each of {count} rows, got shape {scores.shape}")
     return np.ascontiguousarray(scores)
-
-
-def with_weight(rows: Rows) -> Rows:
-    """Without the rows of weight zero: they must not count in bins or leaves either."""
-    if not len(rows.weights) or rows.weights.all():
-        return rows
-    return rows.at(rows.weights > 0)
-
-
-def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> tuple[Rows, Rows]:
-    """Rows to fit and rows to watch: of all rows the same ones, however these are divided among processes."""
-    span = Span.of(len(rows.x), shards)
-    count = span.total
-    watched = math.ceil(count * number("validation_fraction", share, 0, 1, above=True))
-    if not 0 < watched < count:
-        raise TreesError(
-            f"validation_fraction: {share} of {count} rows leaves none to fit or none to watch; give eval_set, or set "
-            "early_stopping_rounds=None"
-        )
-    order = np.random.default_rng([seed, 1]).permutation(count)
-    is_held = np.zeros(count, np.bool_)
-    is_held[order[:watched]] = True
-    is_held = is_held[span.first : span.first + len(rows.x)]
-    return rows.at(np.flatnonzero(~is_held)), rows.at(np.flatnonzero(is_held))
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:

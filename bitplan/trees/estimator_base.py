@@ -22,7 +22,7 @@ import numpy as np
 
 from bitplan.base.loops.jit import use_threads
 from bitplan.base.version import __version__
-from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
+from bitplan.trees.boost import DEVICES, BoostSettings, EvalSet, Rows, boost, split_rows, with_weight
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (
     first_scores_of,
@@ -31,12 +31,10 @@ from bitplan.trees.checks import (
     one_of,
     refuse_missing_targets,
     seed_of,
-    split_rows,
     table_without_names,
     truth,
     weights_of,
     whole_number,
-    with_weight,
 )
 from bitplan.trees.continuing import Initial, initial_of
 from bitplan.trees.distributed.agreement import agree
@@ -49,6 +47,7 @@ from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import validate_data
 from bitplan.trees.tables import dense, is_on_gpu, names_of, refuse_text, table_on_gpu, to_host
 from bitplan.trees.threads import has_infinity, is_large_table, threads_of
+from bitplan.trees.tree import Booster
 
 # ---- evaluation sets -------------------------------------------------------------------------------------------------
 

@@ -315,7 +315,7 @@ def _static_scales(source: Path, text: str, plan: Plan, windows: int) -> dict[st
 def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
     """Statistics of a text in a file that is there for this long, beside the output: they may be larger than memory."""
     from bitplan.base.folders import scratch_folder
-    from bitplan.searching.statistics import gather_evidence
+    from bitplan.searching.collect import gather_evidence
 
     with scratch_folder(output.parent, "bitplan") as folder:
         with progress("statistics", 1000) as advance:
