@@ -9,7 +9,6 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -124,12 +123,10 @@ def boost(
     span = Span.of(len(rows.x), shards)
     if settings.by_gradient and (settings.device != "cpu" or shards.count > 1):
         raise TreesError("sampling: rows are drawn by gradient on the CPU, in one process; set sampling='uniform'")
-    grow_on = _grower_of(settings, shards)
-    wait_for_kernels = _compile_ahead(rows, categorical, objective, settings)
+    grow_on = _grower_of(settings, categorical, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
     if len(rows.x) > SAMPLE_ROWS:
         give_back_memory()
-    wait_for_kernels()
     grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
     if rows.first_scores is not None:
         booster = Booster(np.zeros(objective.outputs), rows.x.shape[1])
@@ -161,7 +158,7 @@ def _first_scores(rows: Rows, booster: Booster) -> Array:
     return booster.scores(rows.x) if rows.first_scores is None else rows.first_scores.copy()
 
 
-def _grower_of(settings: BoostSettings, shards: Shards) -> Callable[..., TreeGrower]:
+def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> type[TreeGrower]:
     """What grows trees on the device asked for; refuses what it cannot do."""
     if settings.device == "cpu":
         return TreeGrower
@@ -169,37 +166,18 @@ def _grower_of(settings: BoostSettings, shards: Shards) -> Callable[..., TreeGro
     from bitplan.trees.cuda import grower, limits  # needs Triton
 
     limits.find_device()
-    limits.refuse_processes(shards.count)
-    return partial(grower.CudaTreeGrower, precision=settings.precision)
-
-
-def _compile_ahead(rows: Rows, categorical: Array, objective: Objective, settings: BoostSettings) -> Callable[[], None]:
-    """Let a GPU's kernels be compiled while bins are found; what it returns waits for them."""
-    if settings.device == "cpu":
-        return lambda: None
-    from bitplan.trees.cuda import compiling, kernels
-
-    wanted = compiling.needed(
-        objective,
-        precise=settings.precision is GradientPrecision.F32,
-        kind=kernels.kind_of_gains(settings.rules),
-        categories=bool(np.any(categorical)),
-        weighted=len(rows.weights) > 0,
-        stochastic=settings.stochastic,
-        renews=settings.renew_leaves,
-    )
-    return compiling.compile_ahead(list(wanted), compiling.TABLE_KINDS[str(rows.x.dtype)])
+    limits.refuse_unsupported(settings.precision, settings.rules, categorical, shards.count)
+    return grower.CudaTreeGrower
 
 
 def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: BoostSettings) -> Any:
     """Bins of all rows, where trees grow; the host needs them too where it keeps the scores."""
-    if settings.device == "cuda" and not isinstance(x, TablePieces):
+    if settings.device == "cuda" and isinstance(x, np.ndarray):
         from bitplan.trees.cuda.binning import bin_on_card
         from bitplan.trees.cuda.scores import has_gradients
 
         if has_gradients(objective):
-            return bin_on_card(x, bins, settings.precision is GradientPrecision.F32)
-        x = np.asarray(x)
+            return bin_on_card(x, bins)
     return bin_rows(x, bins)
 
 

@@ -14,21 +14,19 @@ import numpy as np
 from bitplan.base.errors import did_you_mean
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import NO_WEIGHTS, Array, TreesError
+from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import check_array, check_consistent_length, column_or_1d
-from bitplan.trees.tables import names_of
 
 FLOAT32 = np.finfo(np.float32)
 MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
-def table_without_names(
-    model: Any, x: Any, fewest: int, y: Any = None, *, reset: bool = True, multi_output: bool = False
+def pieces_of(
+    model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: bool = True, multi_output: bool = False
 ) -> Any:
-    """A table in files, or on a GPU, as `validate_data` takes one in memory: number and names of features, a target for
-    each row."""
-    columns = names_of(x)
-    names = None if columns is None else np.array(columns, object)
+    """A table in files as `validate_data` takes one in memory: number and names of features, a target for each row."""
+    names = None if x.columns is None else np.array(x.columns, object)
     if reset:
         model.n_features_in_ = x.shape[1]
         vars(model).pop("feature_names_in_", None)
@@ -39,15 +37,15 @@ def table_without_names(
     if x.shape[1] != model.n_features_in_ or has_others:
         raise TreesError(
             f"X: expected the {model.n_features_in_} features of `fit`, in their order, got {x.shape[1]}"
-            + (f": {columns!r:.120}" if has_others else "")
+            + (f": {x.columns!r:.120}" if has_others else "")
         )
     if model.categories_:
         raise TreesError(
-            f"X: feature {min(model.categories_)} had categories at fit that are no numbers, and this table holds "
-            "numbers alone; give a frame"
+            f"X: feature {min(model.categories_)} had categories at fit that are no numbers, and files hold numbers "
+            "alone; give a frame"
         )
     if len(x) < fewest:
-        raise TreesError("X: it has no rows, expected at least one")
+        raise TreesError("X: the files have no rows, expected at least one")
     if y is None:
         return x
     check_consistent_length(x, y)

@@ -312,8 +312,6 @@ class Booster:
         scores[:] = self.start
         if type(x) is np.ndarray and self.trees:
             return scores, self.forest().add_to(scores, x, threads)
-        if hasattr(x, "add_trees"):  # it lies on a GPU, and was looked at there
-            return x.add_trees(scores, self.forest()) if self.trees else scores, False
         for first, block in blocks_of(x) if self.trees else ():
             has_infinity |= self.forest().add_to(scores[first : first + len(block)], block, threads)
         return scores, has_infinity

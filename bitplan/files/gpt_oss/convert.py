@@ -212,7 +212,7 @@ def save_gpt_oss(
     certificate = certificate_of(
         _plan_of(source, to, dtype), Path(source.where), source.files, scale_rule=scale_rule, holds_plan=True
     )
-    metadata = dict(metadata or {}) if to == "gguf" else {"format": "pt"}  # transformers 4 wants the key
+    metadata = {**(metadata or {})} if to == "gguf" else {"format": "pt"}  # transformers 4 wants the key
     if not is_folder:
         metadata |= require_container(weights).certificate_entry(json.dumps(certificate, separators=(",", ":")))
     report.tensors = write_gpt_oss(
