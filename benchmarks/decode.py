@@ -536,7 +536,7 @@ def way_of_inputs(device: str, size: str, way: str, turns: Path) -> Iterator[Row
         with in_turn(turns):
             for row, replay, _ in replays:
                 replay()
-                yield row | _times(wall_ms(replay))
+                yield row | _times(wall_ms(replay, 3 if row["prompt"] == max(PREFILLS) else REPEATS))
 
 
 def prepared_graph(run: Step, device: str) -> Step:

@@ -40,7 +40,13 @@ from bitplan.packed.checkpoints.load import load_packed
 from bitplan.packed.language.causal_lm import load_causal_lm
 from bitplan.plan import Plan
 
-SIZES = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "vocab_size": 64, "initializer_range": 0.05}
+SIZES: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "vocab_size": 64,
+    "initializer_range": 0.05,
+}
 LEAST_BOUND, TIMES_ROUNDING = 1e-3, 3.0
 LAYER = {"num_hidden_layers": 1}
 

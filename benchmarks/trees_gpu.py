@@ -2,7 +2,6 @@
 
     python benchmarks/trees_gpu.py                              # two to three minutes on an H200 host with 16 cores
     python benchmarks/trees_gpu.py --rows 1000000 --trees 20 --no-peer
-    python benchmarks/trees_gpu.py --whole 1M40,1M200,10M28   # whole fits, XGBoost too; first fits
 
 For every number of rows: a fit on the GPU (binning included), a tree's time in the middle of it, what its kernels take
 by CUDA events, the time's floor (bytes of bins that the tree's histograms must read, over the bandwidth of a copy), and
@@ -13,24 +12,17 @@ million rows the trees are compared with the CPU's.
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import harness
 import numpy as np
 import torch
-import trees_threads
 import triton
 from trees_tables import FEATURES, higgs_like
 
@@ -199,129 +191,6 @@ def _same(model: BoostedTreesClassifier, other: BoostedTreesClassifier) -> bool:
     return all(np.array_equal(getattr(a, name), getattr(b, name)) for a, b in pairs for name in names)
 
 
-# ---- whole fits, and the first ---------------------------------------------------------------------------------------
-
-
-FIRST = """
-import json, time
-started = time.perf_counter()
-import numpy as np
-from bitplan.trees import BoostedTreesClassifier
-rng = np.random.default_rng(0)
-x = rng.standard_normal((100_000, 40), dtype=np.float32)
-y = x[:, 0] * x[:, 1] + x[:, 2] > 0
-times = {"import": time.perf_counter() - started}
-import torch
-torch.zeros(1, device="cuda")
-times["import torch, and CUDA"] = time.perf_counter() - started - times["import"]
-for name, width, precision in (
-    ("first", 28, "i16"), ("second", 28, "i16"), ("other width", 40, "i16"), ("first f32", 28, "f32")
-):
-    started = time.perf_counter()
-    settings = {"n_estimators": 10, "max_leaves": 255, "gradient_precision": precision}
-    BoostedTreesClassifier(**settings, device="cuda").fit(x[:, :width], y)
-    times[name] = time.perf_counter() - started
-print(json.dumps(times))
-"""
-
-
-def first_fits() -> dict[str, Any]:
-    """Seconds of the first fits of a fresh process: with nothing compiled, and with what the one before has kept."""
-    with tempfile.TemporaryDirectory() as folder:
-        kept = {"TRITON_CACHE_DIR": f"{folder}/triton", "NUMBA_CACHE_DIR": f"{folder}/numba"}
-        run = partial(
-            subprocess.run, [sys.executable, "-c", FIRST], env=os.environ | kept, capture_output=True, text=True
-        )
-        return {name: json.loads(run(check=True).stdout) for name in ("nothing compiled", "kept on disk")}
-
-
-def _ours(precision: str, on_gpu: bool) -> Any:
-    def fit(x: Array, y: Array, leaves: int, trees: int) -> Any:
-        given = (torch.from_numpy(x).cuda(), torch.from_numpy(y).cuda()) if on_gpu else (x, y)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        model = model_of(trees, leaves, precision).fit(*given)
-        seconds = time.perf_counter() - started
-        return seconds, model.predict_proba(x[:TEST_ROWS])[:, 1]
-
-    return fit
-
-
-def _xgboost(policy: str) -> Any:
-    def fit(x: Array, y: Array, leaves: int, trees: int) -> Any:
-        import xgboost
-
-        depth = {"max_depth": 0, "max_leaves": leaves} if policy == "lossguide" else {"max_depth": 8}
-        started = time.perf_counter()
-        model = xgboost.XGBClassifier(
-            n_estimators=trees,
-            tree_method="hist",
-            device="cuda",
-            grow_policy=policy,
-            max_bin=256,
-            learning_rate=0.1,
-            **depth,
-        ).fit(x, y)
-        seconds = time.perf_counter() - started
-        return seconds, model.predict_proba(x[:TEST_ROWS])[:, 1]
-
-    return fit
-
-
-def _lightgbm_whole(x: Array, y: Array, leaves: int, trees: int) -> Any:
-    import lightgbm
-
-    more = {"use_quantized_grad": True, "num_leaves": leaves, "n_estimators": trees, "verbose": -1}
-    started = time.perf_counter()
-    model = lightgbm.LGBMClassifier(n_jobs=allowed_cores(), learning_rate=0.1, **more).fit(x, y)
-    seconds = time.perf_counter() - started
-    return seconds, model.predict_proba(x[:TEST_ROWS])[:, 1]
-
-
-WHOLE: dict[str, Any] = {f"bitplan_{precision}": _ours(precision, False) for precision in ("i16", "f32", "i8")}
-WHOLE |= {"bitplan_i16_on_gpu": _ours("i16", True), "xgboost_leaves": _xgboost("lossguide")}
-WHOLE |= {"xgboost_depth": _xgboost("depthwise"), "lightgbm_quantized": _lightgbm_whole}
-WHOLE_TABLES = trees_threads.TABLES | {"10M28": trees_threads.Table(10_000_000, 28, 255)}
-TEST_ROWS = 100_000  # of those that were fitted: that everyone learned the same
-
-
-def whole_fits(given: argparse.Namespace) -> dict[str, Any]:
-    """Whole fits of one contender after the other, up to three times, while there is time; the median is kept."""
-    started = time.perf_counter()
-    document: dict[str, Any] = {"benchmark": "trees_gpu_whole", "machine": harness.machine("cuda")}
-    document |= {"versions": harness.versions(), "commit": harness.commit(), "trees": given.trees, "rows": []}
-    document["first_fits"] = first_fits()
-    print(json.dumps(document["first_fits"]), flush=True)
-    for name in given.whole.split(","):
-        table = WHOLE_TABLES[name]
-        x, y = trees_threads.made_table(table)
-        x, y = x[table.test_rows :], y[table.test_rows :]
-        for contender in given.contenders.split(","):
-            WHOLE[contender](x[:70_000], y[:70_000], table.leaves, 2)  # warm
-        times: dict[str, list[float]] = {contender: [] for contender in given.contenders.split(",")}
-        losses = {}
-        for turn in range(3):
-            for contender, taken in times.items():
-                is_slow = turn > 0 and sum(taken) > given.seconds
-                if is_slow or (taken and time.perf_counter() - started > given.total):
-                    continue
-                seconds, chances = WHOLE[contender](x, y, table.leaves, given.trees)
-                taken.append(seconds)
-                losses[contender] = float(-np.log(np.where(y[:TEST_ROWS] > 0, chances, 1 - chances)).mean())
-        for contender, taken in times.items():
-            row = {"table": name, "rows": table.rows, "features": table.features, "leaves": table.leaves}
-            row |= {
-                "contender": contender,
-                "fit_s": statistics.median(taken),
-                "fits": len(taken),
-                "loss": losses[contender],
-            }
-            document["rows"].append(row)
-            print(f"{name:>6} {contender:>20} {row['fit_s']:8.2f} s ({len(taken)}) loss {row['loss']:.4f}", flush=True)
-        harness.save("trees_gpu_whole_nvidia_h200", document, given.output)
-    return document
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, nargs="+", default=[1_000_000, 10_000_000])
@@ -332,14 +201,7 @@ def main() -> None:
     parser.add_argument("--peer-trees", type=int, default=8)
     parser.add_argument("--peer-rows", type=int, default=10_000_000, help="LightGBM runs up to this many rows")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--whole", help="tables of whole fits, instead: 1M40,1M200,10M28")
-    parser.add_argument("--contenders", default=",".join(WHOLE), help="of whole fits")
-    parser.add_argument("--seconds", type=float, default=6.0, help="a whole fit of more is not repeated")
-    parser.add_argument("--total", type=float, default=100.0, help="after so many seconds nothing is repeated")
     given = parser.parse_args()
-    if given.whole:
-        whole_fits(given)
-        return
     started = time.perf_counter()
     x, y = make_rows(WARM_ROWS)
     for precision in given.precisions:

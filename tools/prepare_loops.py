@@ -2,8 +2,8 @@
 
     python tools/prepare_loops.py           # a minute or two, on x86-64 Linux; again after every edit of a loop
 
-Small fits, predictions and so on are run, and every loop that numba compiles for them is kept: as the object that it
-is, for any x86-64 processor with AVX2; those in NATIVE as bitcode, of which each processor makes its own code.
+Small fits, predictions and so on are run, and every loop that numba compiles for them is kept as an object for any
+x86-64 processor with AVX2; those in WIDE as one for AVX-512, too.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ os.environ |= {"NUMBA_CPU_NAME": "x86-64-v3", "NUMBA_CPU_FEATURES": "", "NUMBA_C
 os.environ["TRITON_INTERPRET"] = "1"  # trees on a GPU need loops of the host
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import llvmlite.binding as llvm  # type: ignore[import-untyped]
 import numpy as np
 from numba.core import bytecode
 from numba.core.codegen import CPUCodeLibrary
@@ -35,7 +36,7 @@ from bitplan.trees import (
     histogram,
 )
 
-NATIVE = ("bitplan.trees.loops.predict.",)  # AVX-512 predicts in two thirds of the time; fits gain nothing
+WIDE = ("bitplan.trees.loops.predict.",)  # predicts in two thirds of the time; fits gain nothing
 FIRST_NUMBER = 1_000_000  # numba numbers functions from 1 on; names of ours must not be those of others
 DATE = (2026, 1, 1, 0, 0, 0)  # of files in the archive: equal loops give equal archives
 
@@ -85,6 +86,14 @@ def parts_of(library: Any) -> Iterator[Any]:
     yield from library._final_module.global_variables
 
 
+def wide_object(bitcode: bytes) -> bytes:
+    """An object for AVX-512, otherwise as numba makes them."""
+    target = llvm.Target.from_triple(llvm.get_process_triple())
+    machine = target.create_target_machine("x86-64-v4", "", 3, "static", "jitdefault", jit=True)
+    made: bytes = machine.emit_object(llvm.parse_bitcode(bitcode))
+    return made
+
+
 def main() -> None:
     made: dict[str, Any] = {}
     bitcode: dict[Any, bytes] = {}
@@ -111,14 +120,11 @@ def main() -> None:
         result = made[name]
         assert not result.environment.consts, f"{name} needs Python objects"
         assert not result.library.has_dynamic_globals, f"{name} holds addresses of this process"
-        is_native, described = name.startswith(NATIVE), result.fndesc
+        described, object_ = result.fndesc, result.library._get_compiled_object()
         names = described.llvm_func_name, described.llvm_cpython_wrapper_name, described.llvm_cfunc_wrapper_name
         names += (described.env_name,)
-        part = bitcode[result.library] if is_native else result.library._get_compiled_object()
         loops[name] = {
-            "form": prepared_code.BITCODE if is_native else prepared_code.OBJECT,
-            "first": len(code),
-            "end": len(code) + len(part),
+            "object": (len(code), len(code) + len(object_)),
             "result": str(prepared_code.RESULTS[str(result.signature.return_type)]),
             "library": result.library.name,
             "unique_name": result.fndesc.unique_name,
@@ -126,7 +132,11 @@ def main() -> None:
             "env_name": result.fndesc.env_name,
             "defined": sorted({part.name for part in parts_of(result.library) if not part.is_declaration} & set(names)),
         }
-        code += part
+        code += object_
+        if name.startswith(WIDE):
+            object_ = wide_object(bitcode[result.library])
+            loops[name]["wide"] = len(code), len(code) + len(object_)
+            code += object_
     found = {**prepared_code.made_with(), "sha256": prepared_code.digest_of(loops, code), "loops": loops}
     index = json.dumps(found, indent=0).encode()
     with tempfile.TemporaryDirectory(dir=into.parent) as folder:

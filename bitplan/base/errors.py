@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class BitplanError(Exception):
@@ -77,6 +77,14 @@ class MeasureError(BitplanError, ValueError):
 
 class ArgumentError(BitplanError, TypeError):
     """An argument of a wrong type, for example because two arguments were swapped."""
+
+
+class Finding(NamedTuple):
+    """What a check reports without stopping: a code from its table, the tensor or rule it is about, a line of text."""
+
+    code: str
+    where: str
+    message: str
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:

@@ -33,7 +33,7 @@ def writes_of(tensor: Tensor) -> int:
 
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
-    """(writes, address): changes with each counted write, and when the tensor moves to other memory."""
+    """A pair (writes, address) that changes with each counted write, and when the tensor moves to other memory."""
     return writes_of(tensor), tensor.data_ptr()
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 WHOLE_WORD = 16  # a word of up to this length is never divided: formats, figures, roles
 WHOLE_CELL = 10  # a cell of up to this length is never divided: "26.11 kB", "12 of 96"
-LONGEST_PIECE = 24  # a piece of a name that is longer loses its middle
+LONGEST_PIECE = 26  # a piece of a name that is longer loses its middle
 LEAST_TEXT = 20  # sentences in a narrower column are hard to read
 _BREAK = re.compile(r"(?<=[./:\\])(?=[^./:\\])")
 _NUMBER = re.compile(r"[-+]?[0-9][0-9.,]*([eE][-+]?[0-9]+)?[%x]?")

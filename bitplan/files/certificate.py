@@ -32,13 +32,12 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import OBJECT, SIZE, Kind, Reader, one_of, or_null
-from bitplan.base.errors import BitplanError, FileFormatError
+from bitplan.base.errors import BitplanError, FileFormatError, Finding
 from bitplan.base.hardware import code_sha256, code_versions, hardware
 from bitplan.base.records import atomic_file, parse_json, read_bytes, read_json
 from bitplan.files.model_card import CARD, base_model
 from bitplan.files.tensor_bytes import DOCUMENT, SEAL, sealed_sha256
 from bitplan.formats import get_format
-from bitplan.plan.check_manifest import Finding
 from bitplan.plan.names import natural_order
 from bitplan.plan.plan import PLAN_NAME, Plan
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitplan.base.errors import BitplanError
+from bitplan.base.errors import BitplanError, Finding
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.packed_rows import (
     PackedTensor,
@@ -51,7 +51,6 @@ from bitplan.formats.scale_checks import (
     scales_at_an_end,
 )
 from bitplan.formats.scale_rules import BasedScales, PowerOfTwoScales
-from bitplan.plan.check_manifest import Finding
 from bitplan.plan.manifest import Manifest, Tag
 from bitplan.plan.names import natural_order
 from bitplan.plan.structure.families import guess_role

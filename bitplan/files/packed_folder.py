@@ -33,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import NAME, SIZE, Kind, Reader
-from bitplan.base.errors import FileFormatError, FormatError, StoreError
+from bitplan.base.errors import FileFormatError, Finding, FormatError, StoreError
 from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
@@ -46,7 +46,6 @@ from bitplan.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
 from bitplan.formats import get_format
 from bitplan.formats.input_formats import Inputs, input_format
-from bitplan.plan.check_manifest import Finding
 from bitplan.plan.format_choices import multiplied_names
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed, natural_order

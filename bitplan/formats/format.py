@@ -108,7 +108,7 @@ class Format:
     # ---- how numbers become codes; GGUF's formats override the first three ------------------------------------------
 
     def limits(self, blocks: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
-        """[B, g] numbers -> [B] limits, for every rule but `mse`, which starts from absmax."""
+        """Give the limit of each block, [B], for [B, g] numbers, by any rule but `mse`, which starts from absmax."""
         assert self.element is not None
         return limit_of_blocks(blocks, rule, gauss=self.element.gauss, percentile=percentile)
 
@@ -122,7 +122,7 @@ class Format:
     def quantize(
         self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """[B, g] numbers and the [B] scales wanted -> [B, g] codes and the [B] scales as stored."""
+        """Turn [B, g] numbers into codes: given the [B] scales wanted, return [B, g] codes and [B] scales as stored."""
         import torch
 
         assert self.element is not None
@@ -137,7 +137,7 @@ class Format:
         return self.element.round(scaled), stored
 
     def dequantize(self, codes: Tensor, scale: Tensor, zero_point: Tensor | None) -> Tensor:
-        """[B, g] codes and [B] loaded scales -> [B, g] numbers in the working precision."""
+        """Turn [B, g] codes and [B] loaded scales back into [B, g] numbers, in the working precision."""
         assert self.element is not None
         values = self.element.value(codes, self.work)
         if zero_point is not None:
@@ -184,7 +184,7 @@ class Format:
         return {part: (torch_dtype(name), size) for part, (name, size) in self.part_layouts(shape).items()}
 
     def part_layouts(self, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
-        """The same with the names of the dtypes: needs no torch."""
+        """List the parts of a tensor of this shape as `part_shapes` does, with names of dtypes: this needs no torch."""
         parts = {"data": (self.storage_name, self._data_shape(shape))}
         if self.scales is not None:
             down, across = self.grid(shape)

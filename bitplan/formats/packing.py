@@ -35,7 +35,7 @@ class Packing:
         return -(-count // self.per_byte)
 
     def pack(self, codes: Tensor) -> Tensor:
-        """[..., n] codes -> [..., ceil(n / per_byte)] bytes; the last byte is filled up with zero bits."""
+        """Pack [..., n] codes into [..., ceil(n / per_byte)] bytes; the last byte is filled up with zero bits."""
         import torch
 
         fields = (codes + self.offset).view(torch.uint8) & (2**self.bits - 1)
@@ -48,7 +48,7 @@ class Packing:
         return packed
 
     def unpack(self, packed: Tensor, count: int) -> Tensor:
-        """[..., bytes] -> [..., count] codes, int8 for signed fields, else uint8."""
+        """Unpack [..., bytes] to [..., count] codes, int8 for signed fields, else uint8."""
         import torch
 
         fields = [packed >> shift & (2**self.bits - 1) for shift in self._shifts()]

@@ -141,7 +141,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def limit_of_blocks(blocks: Tensor, rule: ScaleRule, *, gauss: float | None, percentile: float) -> Tensor:
-    """[B, g] numbers -> [B] limits, for every rule but `mse` (which starts from absmax)."""
+    """Give the limit of each block, [B], for [B, g] numbers, by any rule but `mse`, which starts from absmax."""
     import torch
 
     if blocks.shape[-1] == 0:

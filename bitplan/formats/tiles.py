@@ -39,7 +39,7 @@ def tile_of_grid(fmt: Format, grid: Tensor, tile: Tile) -> Tensor:
 
 
 def to_blocks(fmt: Format, piece: Tensor) -> Tensor:
-    """[r, c] -> [B, g], blocks in row-major order of the grid; ragged edges filled with zeros."""
+    """Cut [r, c] numbers into blocks, [B, g], in row-major order of the grid; ragged edges are filled with zeros."""
     height, width = fmt.block.rows or 1, fmt.block.cols
     if width is None:
         return piece

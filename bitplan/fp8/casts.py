@@ -169,7 +169,7 @@ def empty_scale(shape: tuple[int, int], scaling: str, device: torch.device) -> T
 
 
 def _in_blocks(x_RC: Tensor, block: ScaleBlock) -> Tensor:
-    """[blocks down, rows of a block, blocks across, columns of a block]; for blocks of whole rows x itself."""
+    """View x as [blocks down, rows of one, blocks across, columns of one]; blocks of whole rows are x itself."""
     if block.rows is None or block.cols is None:
         return x_RC
     rows, cols = x_RC.shape
@@ -188,7 +188,7 @@ def _amax(blocks: Tensor, block: ScaleBlock) -> Tensor:
 
 
 def _power_of_two_scale_above(amax: Tensor, fp8: str) -> tuple[Tensor, Tensor]:
-    """(E8M0 bytes, the scales they stand for): rounded up, so that nothing saturates; the format mxfp8 rounds down."""
+    """Return E8M0 bytes and their scales, rounded up so that nothing saturates; the format mxfp8 rounds down."""
     limit = torch.full((), FP8_LIMITS[fp8], dtype=torch.float32, device=amax.device)
     byte = ((amax / limit).view(torch.int32) + 0x7FFFFF) >> 23  # the next exponent unless the mantissa is zero
     byte = torch.where(amax.isfinite(), byte, E8M0_NAN).to(torch.uint8)

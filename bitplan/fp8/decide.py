@@ -96,7 +96,7 @@ class LayerDecision:
         return replace(self, site=self.site.within(block))
 
     def apart(self, why: str) -> LayerDecision:
-        """The same without the norm in front and without the activation behind."""
+        """This decision for the layer alone, without the norm in front and the activation behind."""
         return replace(self, site=replace(self.site, norm=None, apart=why), joins=False)
 
     def in_bf16(self, reason: str, answer: str) -> LayerDecision:
@@ -114,7 +114,7 @@ class DecidedLayers:
 
 
 def decide_layers(sites: Sites, plans: Mapping[str, PartPlan], device: torch.device, *, emulate: bool) -> DecidedLayers:
-    """Every layer by the plan of its part."""
+    """Decide on every layer by the plan of its part of the model."""
     lacking = _lacking(device, emulate)
     notes = [] if lacking else _differences(plans.values(), device)
     asked: dict[Question, Fp8Choice] = {}

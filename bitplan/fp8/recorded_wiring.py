@@ -26,7 +26,7 @@ from bitplan.plan.structure.describe import arguments_of, describe
 from bitplan.plan.structure.example_inputs import examples_for
 from bitplan.plan.structure.joined_calls import plain_use, readers_of_one_tensor
 from bitplan.plan.structure.model_view import TRACED, GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse
-from bitplan.plan.structure.untouched import has_foreign_forward
+from bitplan.plan.structure.untouched import Inputs, has_foreign_forward
 
 _KINDS = {"rms_norm": "rms", "layer_norm": "layer"}
 # Functions that an activation may be written with, and that cut one projection's output in two.
@@ -61,13 +61,10 @@ class MlpWiring:
     tail: tuple[str, ...] = ()
 
     def within(self, block: str) -> MlpWiring:
-        """The same by paths inside a block."""
+        """This wiring by paths inside a block."""
         cut = len(block) + 1 if block else 0
         path, down, *first = (path[cut:] for path in (self.path, self.down, *self.first))
         return replace(self, path=path, first=tuple(first), down=down)
-
-
-Inputs = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)

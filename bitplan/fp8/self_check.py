@@ -18,16 +18,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bitplan.base.documents import short
 from bitplan.fp8.build import put_decided
 from bitplan.fp8.decide import LayerDecision
 from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error
-from bitplan.fp8.recorded_wiring import Inputs, MlpWiring, random_like
+from bitplan.fp8.recorded_wiring import MlpWiring, random_like
 from bitplan.fp8.summary import Compared
-from bitplan.plan.structure.untouched import calls_through, own_forward, restored, same_random_numbers
+from bitplan.plan.structure.untouched import (
+    Inputs,
+    copied_inputs,
+    record_inputs,
+    restored,
+    same_random_numbers,
+    without_hooks,
+)
 
 BOUND = 0.2
 _SEED = 0
@@ -130,10 +137,6 @@ def _shown(path: str) -> str:
 # ---- running ---------------------------------------------------------------------------------------------------------
 
 
-class _AllSeenError(Exception):
-    """Raised to stop a model once all inputs are recorded."""
-
-
 def _inputs_of(model: nn.Module, sites: Sites, wanted: set[str]) -> tuple[dict[str, Inputs], str]:
     """The inputs of blocks, as the model gives them on random numbers; and why some are missing."""
     inputs: dict[str, Inputs] = {}
@@ -157,42 +160,9 @@ def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return given
 
 
-def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs, inputs: dict[str, Inputs]) -> None:
-    """Run a model and put what it gives to these modules into `inputs`."""
-    by_module = {id(model.get_submodule(path)): path for path in paths}
-
-    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        path = by_module.get(id(module))
-        if path is not None and path not in inputs:
-            inputs[path] = _copied((args, dict(kwargs)))
-            if len(inputs) == len(paths):
-                raise _AllSeenError
-        return own_forward(module)(*args, **kwargs)
-
-    with contextlib.suppress(_AllSeenError), calls_through(call):
-        root(*given[0], **given[1])
-
-
-def _copied(inputs: Inputs) -> Inputs:
-    """Inputs for one call, which may write into them: a cache of keys and values would be longer in the next."""
-
-    def copied(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            return leaf.detach().clone()
-        if isinstance(leaf, nn.Module):
-            return leaf
-        try:
-            return copy.deepcopy(leaf)
-        except (RuntimeError, TypeError, ValueError):  # a lock, a process group, a tensor with a history
-            return leaf
-
-    copies: Inputs = tree_map(copied, inputs)
-    return copies
-
-
 def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:
-    args, kwargs = _copied(inputs)
-    with calls_through(lambda module, given, named: own_forward(module)(*given, **named)):
+    args, kwargs = copied_inputs(inputs)
+    with without_hooks():
         output = block(*args, **kwargs)
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

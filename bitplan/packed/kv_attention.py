@@ -43,6 +43,7 @@ from bitplan.formats.triton_numbers import (
     round_to_integer,
     scale_name,
 )
+from bitplan.packed.kv_rows import PackedRows
 
 ATTENTION = "bitplan_kv"
 WIDTHS = (32, 64, 128, 256)  # of a head
@@ -487,8 +488,6 @@ def attend(
         )
         if is_row and not unknown:
             return key.attend(query, attention_mask, scale), None
-        from bitplan.packed.kv_cache import PackedRows
-
         rows = key
         key, value = (
             PackedRows(fmt, rows.width, rows.dtype, rows.rows(which)).numbers()

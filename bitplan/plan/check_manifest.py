@@ -28,10 +28,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from bitplan.base.documents import short
-from bitplan.base.errors import ManifestError
+from bitplan.base.errors import Finding, ManifestError
 from bitplan.base.text import counted
 from bitplan.formats import Format, get_format
 from bitplan.formats.elements import ITEM_BYTES
@@ -46,14 +45,6 @@ OTHER_MODEL = "other-model"
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 # Torch's own name for E8M0 bytes.
 _SAME_BYTES = {"float8_e8m0fnu": "uint8"}
-
-
-class Finding(NamedTuple):
-    """One fault: a code from the table, the tensor or rule it is about, and a line of text."""
-
-    code: str
-    where: str
-    message: str
 
 
 # A tensor's entry in a file, or as much of it as is needed: a dtype's name or a format of ours, the shape, the bytes.

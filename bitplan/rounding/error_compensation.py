@@ -29,7 +29,7 @@ GREATER_DAMPING = 10.0
 
 @dataclass(frozen=True)
 class Codes:
-    """[R, filled] codes, as the numbers they stand for, and [strips, across] scales."""
+    """Codes [R, filled], kept as the numbers that they stand for, with their scales [strips, across]."""
 
     codes: Tensor
     scales: Tensor
@@ -62,7 +62,7 @@ MUST_BE = {
 def factor_of(
     hessian: Tensor, damping: float, columns: Tensor, name: str, what: Literal["hessian", "outputs"] = "hessian"
 ) -> tuple[Tensor, Tensor, float]:
-    """(H over the mean of its diagonal, damped; its inverse's factor in the order of `columns`; the damping it took).
+    """Return H over the mean of its diagonal, damped; the factor of its inverse in the order of `columns`; the damping.
 
     Computed in float64.
     """
@@ -196,7 +196,7 @@ def _compiled_blocks(matrix: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) 
 
 
 def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tuple[int, int]]]]]:
-    """(start, stop, its pieces: number and columns) of every batch."""
+    """Yield every batch of columns: its start, its stop, and its pieces, each a number and columns."""
     ends = [(number, (first, min(first + width, cols))) for number, first in enumerate(range(0, cols, width))]
     pieces_at_once = max(1, BATCH // width)
     groups = [ends[at : at + pieces_at_once] for at in range(0, len(ends), pieces_at_once)]
@@ -256,7 +256,7 @@ def sweep(
 def _better_scales(
     codes: Tensor, gradient: Tensor, hessian: Tensor, scales: Tensor, layout: ScaledBlocks, ladder: ScaleLadder
 ) -> Tensor:
-    """[strips]: how far the scales of one block should move, by least squares with the codes as they are."""
+    """Say how far the scales of one block should move, [strips], by least squares with the codes as they are."""
     slope = layout.sum_of_strips((codes * gradient).sum(1))
     curve = layout.sum_of_strips((codes * (codes @ hessian)).sum(1))
     wanted = ladder.as_stored(scales + torch.where(curve > 0, slope / curve, 0.0))

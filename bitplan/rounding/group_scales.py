@@ -51,7 +51,7 @@ class GroupScales:
         return BlockParts(codes, d, -dmin, scales, mins) if layout.has_min else BlockParts(codes, d, None, scales)
 
     def values(self, codes: Tensor) -> Tensor:
-        """[R, filled] numbers that codes stand for."""
+        """Return the numbers that codes stand for, [R, filled]."""
         blocks = self.d.shape[1]
         steps, offsets = (
             (unit.unsqueeze(-1) * part.reshape(len(part), blocks, -1)).reshape(len(part), -1)
@@ -63,7 +63,7 @@ class GroupScales:
         return slice(block * self.layout.group_count, (block + 1) * self.layout.group_count)
 
     def steps(self, block: int) -> Tensor:
-        """[R, groups of the block]: what a code is multiplied by, rounded once as the decoder does."""
+        """Return what a code is multiplied by, [R, groups of the block], rounded once as the decoder does."""
         return self.d[:, block, None] * self.scales[:, self.groups(block)]
 
     def offsets(self, block: int) -> Tensor:

@@ -87,7 +87,7 @@ class ScaledBlocks:
         return -(-self.rows // self.height)
 
     def sum_of_strips(self, per_row: Tensor) -> Tensor:
-        """[R, ...] -> [strips, ...]: the rows that share scales, added."""
+        """Add the rows that share scales: [R, ...] becomes [strips, ...]."""
         if self.height == 1:
             return per_row
         missing = self.strips * self.height - self.rows
@@ -102,7 +102,7 @@ class ScaledBlocks:
         return whole.reshape(self.strips, self.height).amax(1)
 
     def to_rows(self, per_strip: Tensor) -> Tensor:
-        """[strips, ...] -> [R, ...]."""
+        """Repeat what strips have, [strips, ...], for each of their rows, [R, ...]."""
         return per_strip if self.height == 1 else per_strip.repeat_interleave(self.height, 0)[: self.rows]
 
 
@@ -117,14 +117,14 @@ def layout_of(fmt: Format, shape: tuple[int, ...]) -> ScaledBlocks:
 
 
 def scales_of(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
-    """[strips, across] scales as loaded, float32."""
+    """Return the scales as the format loads them, [strips, across] float32."""
     assert encoded.scales is not None
     assert encoded.fmt.scales is not None
     return encoded.fmt.scales.load(encoded.scales, encoded.base).float().reshape(layout.strips, layout.across)
 
 
 def assemble(fmt: Format, shape: tuple[int, ...], codes: Tensor, stored: Tensor, base: Tensor | None) -> Encoded:
-    """Codes [R, filled], as the numbers they stand for, and stored scales [strips, across]."""
+    """Make an Encoded of codes [R, filled], given as the numbers they stand for, and scales [strips, across]."""
     assert fmt.element is not None
     parts = fmt.part_shapes(shape)
     packed = fmt.element.round(codes + 0.0)  # + 0.0: no code for -0
@@ -175,7 +175,7 @@ def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encode
 
 
 def unordered(ordered: Tensor, at: Tensor) -> Tensor:
-    """Columns back to where they were."""
+    """Put columns that were ordered back to where they were."""
     columns = torch.empty_like(ordered)
     columns[:, at] = ordered
     return columns

@@ -37,7 +37,7 @@ class ScaleLadder:
 
     @property
     def multiples(self) -> tuple[float, ...]:
-        """Of the scale that puts the largest number on the largest code."""
+        """The multiples that are tried, of the scale that puts the largest number on the largest code."""
         assert self.fmt.element is not None
         if self.fmt.power_of_two_scales:
             return POWERS
@@ -64,7 +64,7 @@ class ScaleLadder:
         return self.fmt.scales.store(wanted, self.base)
 
     def candidates(self, largest: Tensor) -> Tensor:
-        """[...] largest magnitudes of blocks -> [..., C] scales; those that overflow their storage become zero."""
+        """List scales to try, [..., C], for largest magnitudes of blocks, [...]; those that overflow become zero."""
         start = (
             power_of_two_scale(largest, self.grid.high) if self.fmt.power_of_two_scales else largest / self.grid.high
         )
@@ -73,7 +73,7 @@ class ScaleLadder:
 
 
 def search_scales(matrix: Tensor, weights: Tensor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Tensor:
-    """[R, filled] numbers and [filled] weights -> [strips, across] scales, none worse than those of `plain`."""
+    """Find scales [strips, across] for [R, filled] numbers and [filled] weights, none worse than those of `plain`."""
     loops = loops_for(matrix)
     best = [
         _search(loops, matrix[:, at], weights[at], plain[:, block], layout, ladder)
@@ -108,12 +108,12 @@ def _search(
 
 
 def candidates_of(piece: Tensor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Tensor:
-    """[strips, C]: what is tried for the blocks of a piece, the plain encoder's scale first."""
+    """List the scales that are tried for the blocks of a piece, [strips, C], the plain encoder's first."""
     largest = layout.largest_of_strips(piece.abs().amax(1))
     return torch.cat([plain.unsqueeze(-1), ladder.candidates(largest)], dim=1)
 
 
 def least_of(cost: Tensor) -> tuple[Tensor, Tensor]:
-    """[B] the least of [B, C] costs, and its place [B, 1], the first of equals; what is not a number never wins."""
+    """Find the least of [B, C] costs, [B], and its place, [B, 1], the first of equals; NaN never wins."""
     least, place = torch.where(cost.isnan(), torch.inf, cost).min(1, keepdim=True)
     return least.squeeze(1), place

@@ -253,7 +253,7 @@ def round_with_feedback(
 
 
 def _error_between_outputs(matrix: Tensor, values: Tensor | None, hessian: Tensor, outputs: Tensor) -> Tensor:
-    """[1] float64: tr(G E H E^T); values None are zeros."""
+    """Return tr(G E H E^T), [1] float64; values None are zeros."""
     error = matrix if values is None else matrix - values
     return (outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum().reshape(1)
 
@@ -385,7 +385,7 @@ def _round(
             rounded = _by_hessian(matrix, ordered, plain, layout, sweeps)
 
     def errors_of(encoded: Encoded | None) -> Tensor:
-        """Of each strip, or where rows make up for each other, of all together; None: of the weights themselves."""
+        """Return the error of each strip, or of all where rows make up for each other; None: of the weights alone."""
         values = None if encoded is None else _filled_values(encoded, layout)
         if measure == "hessian and outputs" and outputs is not None:
             return _error_between_outputs(matrix, values, cost, outputs)
@@ -458,7 +458,7 @@ def _ladder(plain: Encoded) -> ScaleLadder:
 
 
 def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
-    """[R] float64: the squared error of each row, weighted by columns [K] or by the Hessian [K, K]; None are zeros."""
+    """Return the squared error of each row, [R] float64, weighted by [K] columns or [K, K] Hessian; None are zeros."""
     rows_at_once, errors = max(1, AT_ONCE // max(1, matrix.shape[1])), []
     for first in range(0, len(matrix), rows_at_once):
         error = matrix[first : first + rows_at_once]

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.packed.language.causal_lm import logits_of
 from bitplan.plan.structure.parameters import ParameterPlace, places_of
 
 BACK = 2  # what a block's pass back takes, in passes forward
@@ -255,8 +254,9 @@ class BlockRunner:
 
     def _logits(self, ids: Tensor) -> Tensor:
         if hasattr(self.model, "config") and hasattr(self.model, "get_output_embeddings"):
-            return logits_of(self.model, ids)
-        output: Any = self.model(ids)
+            output: Any = self.model(input_ids=ids, use_cache=False)
+        else:
+            output = self.model(ids)
         logits: Tensor = output if isinstance(output, Tensor) else output.logits
         return logits
 

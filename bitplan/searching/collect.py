@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -35,8 +35,9 @@ from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_me
 from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
 from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
 from bitplan.searching.plan_meter import PlanMeter
-from bitplan.searching.searched_model import SearchSubject, group_tensors
+from bitplan.searching.searched_model import SearchSubject, group_tensors, prepare
 from bitplan.searching.solver import nearest_uniform
+from bitplan.searching.statistics import EVIDENCE as INPUT_EVIDENCE
 from bitplan.searching.statistics import (
     GRADIENT_TOKENS,
     MOST_OUTPUTS,
@@ -384,3 +385,40 @@ def _predicted(rounded: RoundedWeights, experts: ExpertDamage, weights: Sequence
 def _only(group: TensorGroup, formats: Sequence[str]) -> TensorGroup:
     """The group with these candidates; the file keeps all that were ever asked for."""
     return replace(group, formats={fmt: group.formats[fmt] for fmt in formats})
+
+
+GATHERED_WINDOWS = 96
+
+
+def gather_evidence(
+    model: str | Path,
+    text: str,
+    folder: str | Path,
+    *,
+    windows: int = GATHERED_WINDOWS,
+    context: int | None = None,
+    device: str | None = None,
+    on_step: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Write evidence.safetensors of a Hugging Face folder or GGUF into a folder that exists; where it lies comes back.
+
+    windows   how many windows of the text, spread over it; more are better, and cost one pass forward each
+    on_step   called after each block with how many steps are done, and of how many
+    """
+    into = Path(folder)
+    subject, cut = prepare(model, None, text, (), context=context, windows=windows, device=device)
+    statistics, digests, done = InputStatistics(), subject.digests(), 0
+    steps = steps_of(subject, cut.statistics, 0)
+
+    def step(count: int) -> None:
+        nonlocal done
+        done += count
+        if on_step:
+            on_step(done, steps)
+
+    while statistics.windows < len(cut.statistics):
+        with scratch_folder(into, "sums") as scratch:
+            add_windows(subject, cut.statistics, statistics, scratch, step)
+            statistics.save(into, {}, digests)
+        statistics = InputStatistics.load(into, {})
+    return into / INPUT_EVIDENCE

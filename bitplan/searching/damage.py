@@ -27,7 +27,7 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 import torch
@@ -36,6 +36,7 @@ from torch import Tensor
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode, parts_of
 from bitplan.plan.names import natural_order
+from bitplan.plan.structure.families import joined_name
 from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.layout import layout_of
 from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
@@ -43,8 +44,10 @@ from bitplan.rounding.weights import RoundingOptions, round_weight
 from bitplan.searching.blocks import torch_threads
 from bitplan.searching.evidence import place_of
 from bitplan.searching.goal import SearchError
-from bitplan.searching.searched_model import SearchSubject, WeightSite, group_name
 from bitplan.searching.statistics import COUNTS, GRADIENT, INPUTS, LOOKUP, InputStatistics, ScratchWriter, StoredTensor
+
+if TYPE_CHECKING:
+    from bitplan.searching.searched_model import SearchSubject, WeightSite
 
 # ---- rounding processes ----------------------------------------------------------------------------------------------
 
@@ -517,7 +520,7 @@ def _width(shape: tuple[int, ...], fmt: str) -> int:
 
 def projection_of(name: str) -> str:
     """The projection that a weight is of, whatever its layer and expert."""
-    return place_of(group_name(name, fused=False))[1]
+    return place_of(joined_name(name, joined=False))[1]
 
 
 def _sampled_rows(weight: Tensor) -> Tensor:
@@ -578,7 +581,7 @@ def experts_together(subject: SearchSubject, weights: Iterable[str]) -> list[tup
     """Weights that are predicted together: the experts of one projection of a layer; every other weight alone."""
     found: dict[str, list[str]] = {}
     for name in weights:
-        key = name if subject.sites[name].slice is None else group_name(name, fused=False)
+        key = name if subject.sites[name].slice is None else joined_name(name, joined=False)
         found.setdefault(key, []).append(name)
     return [tuple(names) for names in found.values()]
 
@@ -622,7 +625,7 @@ class ExpertDamage:
         return _Sample(weights, torch.stack(inputs), minded, float(all_quick.sum()), part)
 
     def _quick(self, names: Sequence[str], fmt: str) -> Tensor:
-        """Of each expert, with inputs taken as independent: the diagonal of their second moments alone."""
+        """The damage of each expert with inputs taken as independent: by the diagonal of their second moments."""
         subject, statistics = self._rounded.subject, self._rounded.statistics
         weights = torch.stack([subject.weight(name) for name in names])
         diagonals, gradients = [], []

@@ -36,7 +36,8 @@ from bitplan.base.documents import OBJECT, SIZE, TEXT, Kind, Reader, is_text, lo
 from bitplan.base.records import write_json
 from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
-from bitplan.packed.kv_cache import KVCache, PackedRows, pack_rows
+from bitplan.packed.kv_cache import KVCache
+from bitplan.packed.kv_rows import PackedRows, pack_rows
 from bitplan.plan.kv_formats import KEYS, VALUES, KVFormats, kv_nbytes, layers_in, part_name
 from bitplan.plan.plan import Plan
 from bitplan.searching.collect import EVIDENCE, smallest_bytes, uncorrected

@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -36,8 +37,10 @@ from bitplan.rounding.weights import round_weight
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE
 from bitplan.searching.damage import MOST_NUMBERS, MOST_WEIGHTS, ROUNDED_AT_ONCE, formats_that_hold
 from bitplan.searching.goal import COUNTED, Advance, SearchError, Stage
-from bitplan.searching.searched_model import SearchSubject
 from bitplan.searching.statistics import AT_ONCE, MOST_OUTPUTS
+
+if TYPE_CHECKING:
+    from bitplan.searching.searched_model import SearchSubject
 
 IN_ALL = "in all"
 SHARES = 1000

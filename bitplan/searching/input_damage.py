@@ -20,11 +20,11 @@ from bitplan.formats.input_formats import round_input
 from bitplan.searching.evidence import SearchEvidence, by_part, candidate_name, input_of, weight_format
 from bitplan.searching.goal import Goal, SearchError, Stage
 from bitplan.searching.runtime_formats import Target
-from bitplan.searching.searched_model import SearchSubject
 from bitplan.searching.statistics import GRADIENT
 
 if TYPE_CHECKING:
     from bitplan.searching.plan_meter import PlanMeter
+    from bitplan.searching.searched_model import SearchSubject
 
 InputMode = Literal["keep", "8", "auto"]
 INPUT_MODES: tuple[InputMode, ...] = ("keep", "8", "auto")

@@ -15,6 +15,7 @@ import json
 import math
 import re
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -25,17 +26,17 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.errors import PlanError
+from bitplan.base.errors import FileFormatError, MeasureError, PlanError
 from bitplan.base.fingerprints import hash_tensors
 from bitplan.files.headers import check_model_source
 from bitplan.files.input_statistics import expert_name, weight_digest
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import CONFIG, read_config
+from bitplan.files.packed_folder import CONFIG, QUANTIZATION_KEYS, read_config
 from bitplan.files.tensor_file import TensorSpec, spec_of
 from bitplan.files.transformers_names import foreign_faults
-from bitplan.packed.checkpoints.load import device_of
-from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm, require_causal
-from bitplan.packed.language.model_on_disk import ModelOnDisk, is_plain_folder
+from bitplan.packed.checkpoints.load import device_of, empty_model, read_plain
+from bitplan.packed.checkpoints.tensor_sources import FilePiece, assign
+from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm, no_causal_model, read_tokenizer, require_causal
 from bitplan.packed.language.perplexity import spread_windows
 from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
 from bitplan.plan import shipped_manifest
@@ -52,19 +53,18 @@ from bitplan.searching.goal import WINDOWS, SearchError
 from bitplan.searching.runtime_formats import TARGETS, Target
 
 
-def group_name(tensor: str, *, fused: bool = True) -> str:
-    """The group of a tensor; `fused` False where the runtime takes q, k, v, gate and up one by one."""
-    return joined_name(tensor, joined=fused)
-
-
 def group_tensors(
     tensors: Iterable[str], *, fused: bool = True, seen: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
-    """Groups in natural order of their names; `seen` has those of tensors that a view knows (`groups_seen`)."""
+    """Groups in natural order of their names.
+
+    fused   False where the runtime takes q, k, v, gate and up one by one
+    seen    the groups of tensors that a view knows (`groups_seen`)
+    """
     groups: dict[str, list[str]] = {}
     for tensor in natural_order(tensors):
         known = seen.get(tensor) if seen is not None and fused else None
-        groups.setdefault(known or group_name(tensor, fused=fused), []).append(tensor)
+        groups.setdefault(known or joined_name(tensor, joined=fused), []).append(tensor)
     return {name: groups[name] for name in natural_order(groups)}
 
 
@@ -113,7 +113,7 @@ class ExpertSlice:
         return stack[self.expert].T if self.transposed else stack[self.expert]
 
     def read(self, stack: Tensor) -> Tensor:
-        """This weight of the numbers of its stack."""
+        """Cut this expert's weight out of the numbers of its stack."""
         return self.item(stack)[self.rows]
 
     def write(self, stack: Tensor, numbers: Tensor) -> None:
@@ -648,6 +648,59 @@ def _read_model(
     )
     require_causal(on_disk.lm, subject.logits)
     return on_disk.lm, subject
+
+
+class ModelOnDisk:
+    """A model with its parameters on the meta device; `read` gives the numbers of one of them.
+
+    A search goes through a model block by block: memory holds the tensors in use alone. The file stays open as long as
+    this object lives.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        model = empty_model(folder, read_config(folder), torch.float32, torch.device("cpu"))
+        if getattr(model, "get_output_embeddings", lambda: None)() is None:
+            raise MeasureError(no_causal_model(str(folder), type(model).__name__))
+        self._file = open_tensors(folder)  # its header alone takes longer to read than most tensors
+        weakref.finalize(self, self._file.close)
+        assignment = assign(model, self._file, str(folder))
+        stored = {name: spec.nbytes for name, spec in self._file.specs.items()}
+        self._recipes = {target: recipe for recipe in assignment.recipes for target in recipe.targets}
+        for alias, name in assignment.ties.items():
+            _share(model, alias, name)
+        self.lm = CausalLM(model.eval(), read_tokenizer(folder), str(folder), stored)
+
+    @property
+    def stacked(self) -> dict[str, tuple[str, FilePiece]]:
+        """Tensors of the file that the model keeps as items of a stack: the stack, and where they lie in it."""
+        return {
+            piece.name: (target, piece)
+            for target, recipe in self._recipes.items()
+            if recipe.converter is None
+            for piece in recipe.pieces
+            if piece.item is not None
+        }
+
+    def read(self, name: str) -> Tensor:
+        """A parameter by its name in the model, in the type of the file."""
+        return read_plain(self._recipes[name], self._file, self.lm.model)[name]
+
+
+def is_plain_folder(path: Path) -> bool:
+    """Whether a model is a folder of plain weights: packed ones and GGUF files are decoded as a whole."""
+    if not path.is_dir() or not (path / CONFIG).is_file() or QUANTIZATION_KEYS & read_config(path).keys():
+        return False
+    try:
+        with open_tensors(path) as file:
+            return not any(spec.encoded for spec in file.specs.values())
+    except FileFormatError:
+        return False  # the reader of the model will say what is wrong
+
+
+def _share(model: nn.Module, alias: str, name: str) -> None:
+    owner, _, local = alias.rpartition(".")
+    model.get_submodule(owner)._parameters[local] = model.get_parameter(name)
 
 
 def _refuse_packed_gpt_oss(path: Path) -> None:

@@ -117,7 +117,7 @@ class Corrections:
         return {cell: nats for cell, nats in cells.items() if nats > 0}
 
     def _checked_cells(self) -> list[dict[Cell, float]]:
-        """Of each projection that was measured in all layers at once, what it costs: its factor makes that so."""
+        """Costs of each projection as it was measured in all layers at once: its factor makes that so."""
         parts: dict[str, dict[str, str]] = {}
         for name, group in self.evidence.groups.items():
             if group.checked in group.formats:
@@ -475,7 +475,7 @@ def best_uniform(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
 
 
 def nearest_uniform(evidence: SearchEvidence, bits: float) -> RivalPlan:
-    """Of uniform plans about as large as the one nearest to some bits a weight, the one that is predicted best."""
+    """The uniform plan that is predicted best, of those about as large as the one nearest to some bits a weight."""
     plans = uniform_plans(evidence) or [RivalPlan(fmt, "uniform", _uniform(evidence, fmt)) for fmt in evidence.formats]
     wanted = bits * evidence.numbers / 8
     nearest = min(abs(math.log(evidence.nbytes(plan.choice) / wanted)) for plan in plans)
@@ -551,7 +551,7 @@ def _two_formats(
 
 
 def _nearest_above(evidence: SearchEvidence, nbytes: int, rivals: Iterable[RivalPlan]) -> RivalPlan | None:
-    """Of those close above the size the one that is predicted best, else the smallest above it."""
+    """The plan that is predicted best of those close above the size, else the smallest above it."""
     above = [rival for rival in rivals if evidence.nbytes(rival.choice) >= nbytes]
     close = [rival for rival in above if evidence.nbytes(rival.choice) <= WITHIN * nbytes]
     if close:

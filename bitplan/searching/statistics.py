@@ -40,14 +40,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from bitplan.base.errors import FileFormatError
-from bitplan.base.folders import scratch_folder
 from bitplan.files.input_statistics import (
     HESSIAN,
     MOMENTS,
@@ -65,7 +64,9 @@ from bitplan.files.tensor_file import TensorSpec
 from bitplan.plan.names import listed
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE, TokenStates, equal_lengths
 from bitplan.searching.goal import EvidenceFileError, SearchError
-from bitplan.searching.searched_model import ExpertSlice, SearchSubject, prepare
+
+if TYPE_CHECKING:
+    from bitplan.searching.searched_model import ExpertSlice, SearchSubject
 
 FEWEST_TOKENS = 256  # an expert that got fewer is taken to have got so many, the rest of them like those of all
 
@@ -359,7 +360,7 @@ class InputStatistics:
         return self._mean.remember(key, found) if what == INPUTS else found
 
     def column_steps(self, name: str, inputs: Tensor) -> Tensor | None:
-        """[K]: what columns of `inputs`, A, are multiplied by on both sides, so that its diagonal is `weighed`.
+        """Return what columns of `inputs`, A, are multiplied by on both sides, [K], so that its diagonal is `weighed`.
 
         Inputs that are large for a token that the loss does not mind would otherwise count as much as others. None
         where the weight has no such part: an expert's.
@@ -385,7 +386,7 @@ class InputStatistics:
         return name if f"{name}.{LOOKUP}" in self.sums else self.shared.get(name, name)
 
     def hessian(self, name: str) -> Tensor | None:
-        """[K, K], in any unit: what rounding minimises, for all uses of a weight together; None if no layer uses it."""
+        """What rounding minimises, [K, K] in any unit, for all uses of a weight together; None if no layer uses it."""
         owner = self.shared.get(name, name)
         inputs, gradient = self.sums.get(f"{owner}.{INPUTS}"), self.sums.get(f"{name}.{GRADIENT}")
         lookup, counts = self.sums.get(f"{name}.{LOOKUP}"), self.sums.get(f"{name}.{COUNTS}")
@@ -395,12 +396,12 @@ class InputStatistics:
         return inputs * float(gradient.mean()) + torch.diag(lookup) * (self.tokens / len(counts))
 
     def outputs(self, name: str) -> Tensor | None:
-        """[N, N], in any unit: how much the loss minds changes of outputs together; None where that is not known."""
+        """How much the loss minds changes of outputs together, [N, N] in any unit; None where that is not known."""
         found = self.sums.get(f"{name}.{BETWEEN}")
         return found if found is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(found) else None
 
     def moments(self, name: str) -> Tensor | None:
-        """[K], in any unit: how much each column of what is looked up counts; None for weights of layers."""
+        """How much each column of what is looked up counts, [K] in any unit; None for weights of layers."""
         is_input = f"{self.shared.get(name, name)}.{INPUTS}" in self.sums
         return None if is_input else self.sums.get(f"{name}.{LOOKUP}")
 
@@ -667,7 +668,7 @@ class _Passes:
         stored[0].path.unlink()
 
     def _gradient(self, logits: Tensor, draws: torch.Generator) -> Tensor:
-        """Of the loss for tokens drawn from the model itself, by the logits: probabilities, less one for the token."""
+        """The gradient of the loss for tokens drawn from the model itself, by the logits: probabilities, less one."""
         gradient = torch.softmax(logits.detach()[0].float(), -1)
         drawn = draw_tokens(gradient, draws)
         gradient.scatter_add_(-1, drawn, torch.full_like(drawn, -1, dtype=gradient.dtype))
@@ -913,40 +914,3 @@ def _in_the_order_of_the_file(subject: SearchSubject) -> set[str]:
         return layers
     digests = subject.digests()
     return {name for name in layers if weight_digest(subject.weight(name)) == digests[name]}
-
-
-GATHERED_WINDOWS = 96
-
-
-def gather_evidence(
-    model: str | Path,
-    text: str,
-    folder: str | Path,
-    *,
-    windows: int = GATHERED_WINDOWS,
-    context: int | None = None,
-    device: str | None = None,
-    on_step: Callable[[int, int], None] | None = None,
-) -> Path:
-    """Write evidence.safetensors of a Hugging Face folder or GGUF into a folder that exists; where it lies comes back.
-
-    windows   how many windows of the text, spread over it; more are better, and cost one pass forward each
-    on_step   called after each block with how many steps are done, and of how many
-    """
-    into = Path(folder)
-    subject, cut = prepare(model, None, text, (), context=context, windows=windows, device=device)
-    statistics, digests, done = InputStatistics(), subject.digests(), 0
-    steps = steps_of(subject, cut.statistics, 0)
-
-    def step(count: int) -> None:
-        nonlocal done
-        done += count
-        if on_step:
-            on_step(done, steps)
-
-    while statistics.windows < len(cut.statistics):
-        with scratch_folder(into, "sums") as scratch:
-            add_windows(subject, cut.statistics, statistics, scratch, step)
-            statistics.save(into, {}, digests)
-        statistics = InputStatistics.load(into, {})
-    return into / EVIDENCE

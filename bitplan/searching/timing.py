@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,9 @@ from bitplan.packed.rounded_inputs import round_inputs
 from bitplan.packed.warm_up import warm_up
 from bitplan.searching.evidence import SearchEvidence, TensorGroup, input_of, weight_format
 from bitplan.searching.goal import SearchError
-from bitplan.searching.searched_model import SearchSubject
+
+if TYPE_CHECKING:
+    from bitplan.searching.searched_model import SearchSubject
 
 # ---- expert timing ---------------------------------------------------------------------------------------------------
 
@@ -109,7 +111,7 @@ class ExpertArms:
         return lambda: looped_rows(self._sorted, None, self._routes, numbers, half.shape[1])
 
     def packed(self, fmt: str) -> Arm:
-        """As QuantExperts would run it."""
+        """Run the experts as QuantExperts would."""
         if get_format(fmt).is_cast:
             return self.plain
 

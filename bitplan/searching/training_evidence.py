@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from bitplan.base.documents import OBJECT, Reader, load_document
 from bitplan.fp8.policy.policy import Question, decide
@@ -24,11 +24,13 @@ from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import MODULE
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.goal import EvidenceFileError
-from bitplan.searching.searched_model import SearchSubject
 from bitplan.searching.statistics import GRADIENT, INPUTS, InputStatistics
 from bitplan.streaming.selective.score import average_stats
 from bitplan.streaming.selective.state import DOCUMENT as STATE
 from bitplan.streaming.selective.state import read_history
+
+if TYPE_CHECKING:
+    from bitplan.searching.searched_model import SearchSubject
 
 _SIZES = re.compile(r"(?P<count>\d+) parameters, (?P<numbers>\d+) numbers")
 FP8 = "fp8_"
@@ -126,7 +128,7 @@ def time_by_policy(evidence: SearchEvidence, subject: SearchSubject, speeds: Map
 
 
 def _speedup(policy: Policy, shape: tuple[int, int], rows: int) -> float:
-    """Of the whole layer in FP8 where it was measured to win, else one: it runs in BF16."""
+    """The speedup of a whole layer in FP8 where it was measured to win, else 1: it runs in BF16."""
     found = [1.0]
     for rule in policy.rules:
         if rule.gemm == MODULE and rule.shape == shape and rule.name is not None:

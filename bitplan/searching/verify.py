@@ -11,7 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from bitplan.base.errors import BitplanError
+from bitplan.base.errors import BitplanError, Finding
 from bitplan.base.records import read_json
 from bitplan.files.certificate import (
     EVIDENCE_FILE,
@@ -26,7 +26,6 @@ from bitplan.files.headers import is_gguf
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import PLAN, plan_digest
 from bitplan.files.quantize_files import quantize_file
-from bitplan.plan.check_manifest import Finding
 from bitplan.plan.plan import PLAN_NAME, Plan
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.explain import explain_plan

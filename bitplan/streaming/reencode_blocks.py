@@ -242,7 +242,7 @@ class BlockUpkeep:
         self.formats, self.pending = chosen, None
 
     def bring_block_up_to_date(self, block: StreamedBlock) -> None:
-        """The same for one block that computes outside a step; formats chosen for the next step wait."""
+        """Put changed parameters of one block, which computes outside a step, into effect; chosen formats wait."""
         self._loader.mend()
         self._look_at_modules([block])
         stale = self._stale([block], self.formats)

@@ -18,8 +18,7 @@ import numpy as np
 
 from bitplan.base.loops import row_pieces
 from bitplan.base.loops.jit import on_threads, thread_count
-from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.distributed.shards import ALONE, Array, Shards, Span, TreesError
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops.histogram import PANEL, words_a_row
 from bitplan.trees.pieces import TablePieces
@@ -121,7 +120,7 @@ def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: i
     sets = [feature for feature in range(x.shape[1]) if categorical[feature]]
     if sets:
         here = [np.zeros(1, np.int64) for _ in sets]
-        for _, part in blocks_of(x if isinstance(x, TablePieces) else np.asarray(x)):
+        for _, part in blocks_of(x):
             more = on_threads(lambda feature: _count_categories(part[:, feature], feature), sets)  # noqa: B023
             here = [_padded(old, len(new)) + _padded(new, len(old)) for old, new in zip(here, more, strict=True)]
         most = np.array([max(map(len, here))], np.float64)
@@ -191,7 +190,7 @@ def _bin_categories(start: int, before: int, table: Array, sets: Array, bins: Bi
 
 def _gather(x: Array | TablePieces, chosen: Array) -> Array:
     """Some rows, by all threads."""
-    if not isinstance(x, np.ndarray):
+    if isinstance(x, TablePieces):
         return np.asarray(x[chosen])
     out = np.empty((len(chosen), x.shape[1]), x.dtype)
 

@@ -9,25 +9,23 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 
 from bitplan.base.loops import row_pieces
-from bitplan.base.loops.jit import thread_count
 from bitplan.base.optional import require
-from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, blocks_of, find_bins, give_back_memory
+from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, find_bins, give_back_memory
+from bitplan.trees.checks import number
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients, TreesError, prepare, units
+from bitplan.trees.gradients import NO_WEIGHTS, Array, GradientPrecision, Gradients, TreesError, prepare, units
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower, newton_steps
 from bitplan.trees.loops import gradients as trees_gradients
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.objectives import Metric, Objective
 from bitplan.trees.pieces import TablePieces
-from bitplan.trees.tree import Forest, Tree
+from bitplan.trees.tree import Booster, Forest, Tree
 
-NO_WEIGHTS = np.empty(0)
 DEVICES = ("cpu", "cuda")
 # Of a row: to add its leaf's value. It takes 2, but threads that write to the same lines wait for each other: 100,000
 # rows took 0.22 ms on one thread, 0.39 on 16 and 0.8 on 4 of a virtual machine with 16 cores.
@@ -71,6 +69,30 @@ class Rows:
         return Rows(self.x[rows], self.y[rows], weights, None if self.first_scores is None else self.first_scores[rows])
 
 
+def with_weight(rows: Rows) -> Rows:
+    """Without the rows of weight zero: they must not count in bins or leaves either."""
+    if not len(rows.weights) or rows.weights.all():
+        return rows
+    return rows.at(rows.weights > 0)
+
+
+def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> tuple[Rows, Rows]:
+    """Rows to fit and rows to watch: of all rows the same ones, however these are divided among processes."""
+    span = Span.of(len(rows.x), shards)
+    count = span.total
+    watched = math.ceil(count * number("validation_fraction", share, 0, 1, above=True))
+    if not 0 < watched < count:
+        raise TreesError(
+            f"validation_fraction: {share} of {count} rows leaves none to fit or none to watch; give eval_set, or set "
+            "early_stopping_rounds=None"
+        )
+    order = np.random.default_rng([seed, 1]).permutation(count)
+    is_held = np.zeros(count, np.bool_)
+    is_held[order[:watched]] = True
+    is_held = is_held[span.first : span.first + len(rows.x)]
+    return rows.at(np.flatnonzero(~is_held)), rows.at(np.flatnonzero(is_held))
+
+
 @dataclass(frozen=True)
 class EvalSet:
     """Rows to watch, and the metrics of them after each round."""
@@ -78,61 +100,6 @@ class EvalSet:
     name: str
     rows: Rows
     metrics: tuple[Metric, ...]
-
-
-@dataclass
-class Booster:
-    """Starting scores and trees, `outputs` of them a round."""
-
-    start: Array
-    features: int
-    trees: list[Tree] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)  # what early stopping watches, a number a round: less is better
-    rounds_before: int = 0  # of the model that was trained further
-    evals: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by set, by metric: a number a round
-    _forest: tuple[int, Forest] | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def outputs(self) -> int:
-        return len(self.start)
-
-    @property
-    def rounds(self) -> int:
-        return len(self.trees) // self.outputs
-
-    def scores(self, x: Array | TablePieces) -> Array:
-        """Raw scores (rows, outputs)."""
-        return self.scores_checked(x, thread_count())[0]
-
-    def scores_checked(self, x: Array | TablePieces, threads: int) -> tuple[Array, bool]:
-        """The same, and whether a number of x is infinite, if there are trees."""
-        scores, has_infinity = np.empty((len(x), self.outputs)), False
-        scores[:] = self.start
-        if type(x) is np.ndarray and self.trees:
-            return scores, self.forest().add_to(scores, x, threads)
-        if hasattr(x, "add_trees"):  # it lies on a GPU, and was looked at there
-            return x.add_trees(scores, self.forest()) if self.trees else scores, False
-        for first, block in blocks_of(x) if self.trees else ():
-            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block, threads)
-        return scores, has_infinity
-
-    def forest(self) -> Forest:
-        """The trees laid out for prediction, kept until their number changes."""
-        if self._forest is None or self._forest[0] != len(self.trees):
-            self._forest = len(self.trees), Forest.of(self.trees, self.outputs)
-        return self._forest[1]
-
-    def importances(self, kind: str = "gain") -> Array:
-        """The gain of every feature's splits, or ("split") their number."""
-        total = np.zeros(self.features)
-        for tree in self.trees:
-            np.add.at(total, tree.feature, tree.gain if kind == "gain" else 1.0)
-        return total
-
-    @property
-    def best_rounds(self) -> int | None:
-        """Rounds of the model when what is watched was best."""
-        return self.rounds_before + int(np.argmin(self.losses)) + 1 if self.losses else None
 
 
 def boost(
@@ -156,12 +123,10 @@ def boost(
     span = Span.of(len(rows.x), shards)
     if settings.by_gradient and (settings.device != "cpu" or shards.count > 1):
         raise TreesError("sampling: rows are drawn by gradient on the CPU, in one process; set sampling='uniform'")
-    grow_on = _grower_of(settings, shards)
-    wait_for_kernels = _compile_ahead(rows, categorical, objective, settings)
+    grow_on = _grower_of(settings, categorical, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
     if len(rows.x) > SAMPLE_ROWS:
         give_back_memory()
-    wait_for_kernels()
     grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
     if rows.first_scores is not None:
         booster = Booster(np.zeros(objective.outputs), rows.x.shape[1])
@@ -175,12 +140,12 @@ def boost(
     shards.sent_for("bins and start")
     watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
     scores = [_first_scores(one_set.rows, booster) for one_set in watched]
-    for number in range(settings.rounds):
-        new = trainer.round(booster.rounds_before + number, booster.outputs)
+    for round_number in range(settings.rounds):
+        new = trainer.round(booster.rounds_before + round_number, booster.outputs)
         seen = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
         booster.losses += seen[-1:]
         booster.trees += new
-        is_last = after_round(number)
+        is_last = after_round(round_number)
         since_best = len(booster.losses) - 1 - int(np.argmin(booster.losses)) if booster.losses else 0
         if is_last or (settings.patience is not None and since_best >= settings.patience):
             break
@@ -193,7 +158,7 @@ def _first_scores(rows: Rows, booster: Booster) -> Array:
     return booster.scores(rows.x) if rows.first_scores is None else rows.first_scores.copy()
 
 
-def _grower_of(settings: BoostSettings, shards: Shards) -> Callable[..., TreeGrower]:
+def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> type[TreeGrower]:
     """What grows trees on the device asked for; refuses what it cannot do."""
     if settings.device == "cpu":
         return TreeGrower
@@ -201,37 +166,18 @@ def _grower_of(settings: BoostSettings, shards: Shards) -> Callable[..., TreeGro
     from bitplan.trees.cuda import grower, limits  # needs Triton
 
     limits.find_device()
-    limits.refuse_processes(shards.count)
-    return partial(grower.CudaTreeGrower, precision=settings.precision)
-
-
-def _compile_ahead(rows: Rows, categorical: Array, objective: Objective, settings: BoostSettings) -> Callable[[], None]:
-    """Let a GPU's kernels be compiled while bins are found; what it returns waits for them."""
-    if settings.device == "cpu":
-        return lambda: None
-    from bitplan.trees.cuda import compiling, kernels
-
-    wanted = compiling.needed(
-        objective,
-        precise=settings.precision is GradientPrecision.F32,
-        kind=kernels.kind_of_gains(settings.rules),
-        categories=bool(np.any(categorical)),
-        weighted=len(rows.weights) > 0,
-        stochastic=settings.stochastic,
-        renews=settings.renew_leaves,
-    )
-    return compiling.compile_ahead(list(wanted), compiling.TABLE_KINDS[str(rows.x.dtype)])
+    limits.refuse_unsupported(settings.precision, settings.rules, categorical, shards.count)
+    return grower.CudaTreeGrower
 
 
 def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: BoostSettings) -> Any:
     """Bins of all rows, where trees grow; the host needs them too where it keeps the scores."""
-    if settings.device == "cuda" and not isinstance(x, TablePieces):
+    if settings.device == "cuda" and isinstance(x, np.ndarray):
         from bitplan.trees.cuda.binning import bin_on_card
         from bitplan.trees.cuda.scores import has_gradients
 
         if has_gradients(objective):
-            return bin_on_card(x, bins, settings.precision is GradientPrecision.F32)
-        x = np.asarray(x)
+            return bin_on_card(x, bins)
     return bin_rows(x, bins)
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.trees.boost import EvalSet, Rows
-from bitplan.trees.checks import has_default, number, split_rows, with_weight
+from bitplan.trees.boost import EvalSet, Rows, split_rows, with_weight
+from bitplan.trees.checks import has_default, number
 from bitplan.trees.distributed.shards import ALONE
 from bitplan.trees.estimator_base import FitOptions, callbacks_of
 from bitplan.trees.gradients import GradientPrecision

@@ -12,24 +12,21 @@ from typing import Any
 import numpy as np
 
 from bitplan.base.errors import did_you_mean
-from bitplan.trees.boost import NO_WEIGHTS, Rows
-from bitplan.trees.distributed.shards import ALONE, Shards, Span
-from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.distributed.shards import ALONE, Shards
+from bitplan.trees.gradients import NO_WEIGHTS, Array, TreesError
+from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import check_array, check_consistent_length, column_or_1d
-from bitplan.trees.tables import names_of
 
 FLOAT32 = np.finfo(np.float32)
 MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
 
 
-def table_without_names(
-    model: Any, x: Any, fewest: int, y: Any = None, *, reset: bool = True, multi_output: bool = False
+def pieces_of(
+    model: Any, x: TablePieces, fewest: int, y: Any = None, *, reset: bool = True, multi_output: bool = False
 ) -> Any:
-    """A table in files, or on a GPU, as `validate_data` takes one in memory: number and names of features, a target for
-    each row."""
-    columns = names_of(x)
-    names = None if columns is None else np.array(columns, object)
+    """A table in files as `validate_data` takes one in memory: number and names of features, a target for each row."""
+    names = None if x.columns is None else np.array(x.columns, object)
     if reset:
         model.n_features_in_ = x.shape[1]
         vars(model).pop("feature_names_in_", None)
@@ -40,15 +37,15 @@ def table_without_names(
     if x.shape[1] != model.n_features_in_ or has_others:
         raise TreesError(
             f"X: expected the {model.n_features_in_} features of `fit`, in their order, got {x.shape[1]}"
-            + (f": {columns!r:.120}" if has_others else "")
+            + (f": {x.columns!r:.120}" if has_others else "")
         )
     if model.categories_:
         raise TreesError(
-            f"X: feature {min(model.categories_)} had categories at fit that are no numbers, and this table holds "
-            "numbers alone; give a frame"
+            f"X: feature {min(model.categories_)} had categories at fit that are no numbers, and files hold numbers "
+            "alone; give a frame"
         )
     if len(x) < fewest:
-        raise TreesError("X: it has no rows, expected at least one")
+        raise TreesError("X: the files have no rows, expected at least one")
     if y is None:
         return x
     check_consistent_length(x, y)
@@ -137,30 +134,6 @@ def first_scores_of(given: Any, count: int, outputs: int, name: str) -> Array | 
         wanted = "a number" if outputs == 1 else f"{outputs} numbers"
         raise TreesError(f"{name}: expected {wanted} for each of {count} rows, got shape {scores.shape}")
     return np.ascontiguousarray(scores)
-
-
-def with_weight(rows: Rows) -> Rows:
-    """Without the rows of weight zero: they must not count in bins or leaves either."""
-    if not len(rows.weights) or rows.weights.all():
-        return rows
-    return rows.at(rows.weights > 0)
-
-
-def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> tuple[Rows, Rows]:
-    """Rows to fit and rows to watch: of all rows the same ones, however these are divided among processes."""
-    span = Span.of(len(rows.x), shards)
-    count = span.total
-    watched = math.ceil(count * number("validation_fraction", share, 0, 1, above=True))
-    if not 0 < watched < count:
-        raise TreesError(
-            f"validation_fraction: {share} of {count} rows leaves none to fit or none to watch; give eval_set, or set "
-            "early_stopping_rounds=None"
-        )
-    order = np.random.default_rng([seed, 1]).permutation(count)
-    is_held = np.zeros(count, np.bool_)
-    is_held[order[:watched]] = True
-    is_held = is_held[span.first : span.first + len(rows.x)]
-    return rows.at(np.flatnonzero(~is_held)), rows.at(np.flatnonzero(is_held))
 
 
 def whole_number(name: str, value: Any, least: int, most: int | None = None) -> int:

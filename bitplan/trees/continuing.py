@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bitplan.trees.boost import Booster
 from bitplan.trees.categories import Known
 from bitplan.trees.fitted import FittedTrees
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.lightgbm_read import lightgbm_classes_of, lightgbm_text_of, read_lightgbm_text
 from bitplan.trees.objectives import Objective
 from bitplan.trees.scikit import check_is_fitted
+from bitplan.trees.tree import Booster
 
 
 @dataclass(frozen=True)

@@ -22,21 +22,19 @@ import numpy as np
 
 from bitplan.base.loops.jit import use_threads
 from bitplan.base.version import __version__
-from bitplan.trees.boost import DEVICES, Booster, BoostSettings, EvalSet, Rows, boost
+from bitplan.trees.boost import DEVICES, BoostSettings, EvalSet, Rows, boost, split_rows, with_weight
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (
     first_scores_of,
     naming_set,
     number,
     one_of,
+    pieces_of,
     refuse_missing_targets,
     seed_of,
-    split_rows,
-    table_without_names,
     truth,
     weights_of,
     whole_number,
-    with_weight,
 )
 from bitplan.trees.continuing import Initial, initial_of
 from bitplan.trees.distributed.agreement import agree
@@ -47,8 +45,9 @@ from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import Objective, custom_metrics, metrics_of
 from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import validate_data
-from bitplan.trees.tables import dense, is_on_gpu, names_of, refuse_text, table_on_gpu, to_host
+from bitplan.trees.tables import dense, names_of, refuse_text
 from bitplan.trees.threads import has_infinity, is_large_table, threads_of
+from bitplan.trees.tree import Booster
 
 # ---- evaluation sets -------------------------------------------------------------------------------------------------
 
@@ -275,9 +274,6 @@ class BoostedTreesBase(FittedTrees):
         if shards is ALONE and self._is_plain(x) and not np.isinf(x).any():
             plain: Array = x
             return plain
-        if is_on_gpu(x):
-            checked: Array = table_without_names(self, table_on_gpu(x), 1, reset=False)
-            return checked
         x = dense(x)
         if names_of(x) and not isinstance(x, TablePieces):  # before anything is said about what a column has
             validate_data(self, x, reset=False, skip_check_array=True)
@@ -292,27 +288,13 @@ class BoostedTreesBase(FittedTrees):
         return x.shape[1] == self.n_features_in_ and not self.categories_ and not hasattr(self, "feature_names_in_")
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
-        if is_on_gpu(x):
-            return self._read_on_gpu(x, to_host(y), shards)
-        x, y = dense(x), to_host(y)
+        x = dense(x)
         if initial is not None:  # before anything is said about what a column has
             initial.check_names(names_of(x) or ())
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
         several = self._takes_several(y)
         table, targets = self._validated(encode(x, self.categories_), shards, y=y, multi_output=several)
-        refuse_missing_targets(targets)
-        return table, targets
-
-    def _read_on_gpu(self, x: Any, y: Any, shards: Shards) -> tuple[Array, Array]:
-        if self.device != "cuda" or shards.count > 1:
-            raise TreesError(
-                "X: it lies on a GPU, where one process with device='cuda' takes it from; set device='cuda', or give "
-                "a copy in memory (X.cpu() of torch, X.get() of CuPy)"
-            )
-        self.categories_ = {}
-        given = {"y": y, "multi_output": self._takes_several(y)}
-        table, targets = table_without_names(self, table_on_gpu(x), 1, **given)
         refuse_missing_targets(targets)
         return table, targets
 
@@ -323,7 +305,7 @@ class BoostedTreesBase(FittedTrees):
     def _validated(self, x: Any, shards: Shards, **more: Any) -> Any:
         fewest = 1 if shards.count == 1 else 0  # a process may have none
         if isinstance(x, TablePieces):
-            return table_without_names(self, x, fewest, **more)
+            return pieces_of(self, x, fewest, **more)
         has_types = hasattr(x, "dtype") or names_of(x) is not None
         if has_types:  # text that spells a number would pass as one
             refuse_text(x)

@@ -15,7 +15,6 @@ import numpy as np
 
 from bitplan.base.loops.jit import on_threads, use_threads
 from bitplan.base.optional import require
-from bitplan.trees.boost import Booster
 from bitplan.trees.checks import one_of, whole_number
 from bitplan.trees.gradients import Array
 from bitplan.trees.lightgbm_text import to_lightgbm_text
@@ -24,7 +23,7 @@ from bitplan.trees.objectives import Objective
 from bitplan.trees.save import save_trees
 from bitplan.trees.scikit import BaseEstimator, check_is_fitted
 from bitplan.trees.threads import threads_for, threads_of
-from bitplan.trees.tree import Forest, Tree
+from bitplan.trees.tree import Booster, Forest, Tree
 
 # ---- contributions ---------------------------------------------------------------------------------------------------
 
@@ -175,7 +174,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         whole = self.booster_
         count = whole_number("rounds", rounds, 0, whole.rounds)
         model = copy.copy(self)
-        model.booster_ = Booster(whole.start, whole.features, whole.trees[: count * whole.outputs])
+        model.booster_ = whole.first_rounds(count)
         return model
 
     def apply(self, X: Any) -> Array:

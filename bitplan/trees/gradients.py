@@ -28,12 +28,13 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from bitplan.base.errors import BitplanError
 from bitplan.base.loops import row_pieces
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
+from bitplan.trees.distributed.shards import TreesError as TreesError  # all parts of trees raise it
 from bitplan.trees.loops import gradients as trees_gradients
 
 Array = np.ndarray[Any, Any]
+NO_WEIGHTS = np.empty(0)  # of rows that all count once
 PIECE = 2**16  # rows
 LARGEST_NS = 0.5  # of a row, about
 MOST_CODES = 32767, 65535  # that an entry holds
@@ -42,10 +43,6 @@ FAR_ROWS = 256
 # they stay below 2^23 and 2^24.
 FAR_SUMS = 65_024, 65_280
 FEWEST = 2.0**-100  # a largest number below this has a plain scale: a quarter of it may be none of float32
-
-
-class TreesError(BitplanError, ValueError):
-    """Data, settings or a model that boosted trees cannot work with."""
 
 
 class GradientPrecision(Enum):

@@ -29,12 +29,11 @@ from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
 from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size
-from bitplan.trees.tree import Tree
+from bitplan.trees.tree import FAR, Tree
 
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 NO_SUMS = np.zeros(3, np.int64)
 NODES_A_STEP = 8  # that several processes expand together
-FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,11 @@ from bitplan.base.documents import load_bytes, show
 from bitplan.base.errors import FileFormatError
 from bitplan.base.records import MAX_JSON_BYTES, parse_json
 from bitplan.trees.binning import MAX_CATEGORY
-from bitplan.trees.boost import Booster
 from bitplan.trees.categories import CATEGORIES, are_categories
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.grow import FAR
 from bitplan.trees.lightgbm_text import CATEGORICAL, DEFAULT_LEFT, MISSING_IS_NAN, OBJECTIVE_NAMES
 from bitplan.trees.save import MAX_FEATURES
-from bitplan.trees.tree import Tree, is_tree
+from bitplan.trees.tree import FAR, Booster, Tree, is_tree
 
 MISSING_KIND, MISSING_IS_ZERO = 12, 4  # bits of LightGBM's decision_type
 MAX_OUTPUTS = 2**16

@@ -15,11 +15,9 @@ from bitplan.base.documents import LIST, OBJECT, SIZE, Kind, Reader, is_number, 
 from bitplan.base.errors import FileFormatError
 from bitplan.base.records import MAX_JSON_BYTES, parse_json
 from bitplan.trees.binning import MAX_CATEGORY
-from bitplan.trees.boost import Booster
 from bitplan.trees.categories import CATEGORIES, are_categories
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import Array, TreesError
-from bitplan.trees.grow import FAR
 from bitplan.trees.lightgbm_read import (
     MAX_DIGITS,
     lightgbm_classes_of,
@@ -30,7 +28,7 @@ from bitplan.trees.lightgbm_read import (
 from bitplan.trees.objectives import OBJECTIVES
 from bitplan.trees.ranker import BoostedTreesRanker
 from bitplan.trees.save import FORMAT, LATER_PARAMETERS, LEAF_FIELDS, MAX_FEATURES, NODE_FIELDS, VERSION
-from bitplan.trees.tree import Tree, is_tree
+from bitplan.trees.tree import FAR, Booster, Tree, is_tree
 
 MAX_INTEGER = 2**62
 BoostedTrees = BoostedTreesClassifier | BoostedTreesRegressor | BoostedTreesRanker

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.base.optional import require
-from bitplan.trees.gradients import Array, TreesError
+from bitplan.trees.distributed.shards import Array, TreesError
 
 ROWS_AT_ONCE = 2**17  # of an npy file; of a Parquet file, a row group
 

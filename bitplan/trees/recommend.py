@@ -17,9 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.trees.boost import NO_WEIGHTS
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
-from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.gradients import NO_WEIGHTS, Array, GradientPrecision, TreesError
 from bitplan.trees.scikit import clone, type_of_target
 from bitplan.trees.tables import names_of, rows_of
 from bitplan.trees.threads import threads_of

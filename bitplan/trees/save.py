@@ -11,9 +11,8 @@ from bitplan.base.documents import is_text
 from bitplan.base.records import write_json
 from bitplan.trees.checks import has_default
 from bitplan.trees.gradients import GradientPrecision, TreesError
-from bitplan.trees.grow import FAR
 from bitplan.trees.scikit import check_is_fitted
-from bitplan.trees.tree import Tree
+from bitplan.trees.tree import FAR, Tree
 
 FORMAT, VERSION = "bitplan.trees", 1
 MAX_FEATURES = 2**24  # bounds what a reader allocates for a number in a file

@@ -13,34 +13,10 @@ from typing import Any
 import numpy as np
 from scipy.sparse import issparse  # type: ignore[import-untyped]
 
-from bitplan.base.optional import require
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.pieces import TablePieces
 
 DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)  # pandas' are among them
-
-
-CUDA_DEVICES = {2, 13}  # as DLPack numbers them
-
-
-def is_on_gpu(given: Any) -> bool:
-    """Whether something lies on a CUDA GPU: a tensor of torch, an array of CuPy, whatever speaks DLPack."""
-    return hasattr(given, "__dlpack_device__") and int(given.__dlpack_device__()[0]) in CUDA_DEVICES
-
-
-def to_host(given: Any) -> Any:
-    """Targets or weights on a GPU as an array; everything else as it is."""
-    if not is_on_gpu(given):
-        return given
-    return require("torch", purpose="arrays on a GPU").from_dlpack(given).cpu().numpy()
-
-
-def table_on_gpu(x: Any) -> Any:
-    """X that lies on a GPU, checked, to be used there."""
-    require("triton", purpose="X on a GPU")
-    from bitplan.trees.cuda.tables import CudaTable  # needs torch
-
-    return CudaTable.of(x)
 
 
 def dense(x: Any) -> Any:

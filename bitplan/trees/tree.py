@@ -1,4 +1,4 @@
-"""A grown tree, and many of them laid out for prediction.
+"""A grown tree, many of them laid out for prediction, and a model of them.
 
 As in LightGBM: inner nodes and leaves are numbered apart, a child below zero is the leaf ~child, and the left child of
 a split leaf keeps its number. A split sends numbers up to `threshold` to the left; a categorical one the numbers in its
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,13 +18,16 @@ import numpy as np
 from bitplan.base.loops.helper_threads import run
 from bitplan.base.loops.jit import thread_count
 from bitplan.base.loops.row_pieces import data_address
-from bitplan.trees.gradients import Array
+from bitplan.trees.binning import blocks_of
+from bitplan.trees.distributed.shards import Array
 from bitplan.trees.loops import predict
+from bitplan.trees.pieces import TablePieces
 
 ROW_NS, TREE_NS, STEP_NS = 20.0, 3.0, 3.0  # of a row: for itself, each tree's first splits, a step further down
 HELPER_NS = 20_000.0  # of work, for which a thread is asked to help
 GIVEN = struct.Struct(f"{predict.OUTPUTS}q")  # the part of a job that each prediction has of its own
 PARTS_A_THREAD = 4
+FAR = 1.7976931348623157e308  # the threshold that only missing values are beyond
 SET_WORDS = 8  # at least: 256 categories
 
 
@@ -273,3 +276,60 @@ def is_tree(left: Array, right: Array, leaves: int) -> bool:
     parents = np.tile(np.arange(leaves - 1), 2)
     ordered = bool(np.all((children < 0) | (children > parents)))
     return ordered and np.array_equal(np.sort(children), np.sort(expected))
+
+
+@dataclass
+class Booster:
+    """Starting scores and trees, `outputs` of them a round."""
+
+    start: Array
+    features: int
+    trees: list[Tree] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)  # what early stopping watches, a number a round: less is better
+    rounds_before: int = 0  # of the model that was trained further
+    evals: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # by set, by metric: a number a round
+    _forest: tuple[int, Forest] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def outputs(self) -> int:
+        return len(self.start)
+
+    def first_rounds(self, count: int) -> Booster:
+        """The trees of the first rounds alone, without what was watched."""
+        return Booster(self.start, self.features, self.trees[: count * self.outputs])
+
+    @property
+    def rounds(self) -> int:
+        return len(self.trees) // self.outputs
+
+    def scores(self, x: Array | TablePieces) -> Array:
+        """Raw scores (rows, outputs)."""
+        return self.scores_checked(x, thread_count())[0]
+
+    def scores_checked(self, x: Array | TablePieces, threads: int) -> tuple[Array, bool]:
+        """The same, and whether a number of x is infinite, if there are trees."""
+        scores, has_infinity = np.empty((len(x), self.outputs)), False
+        scores[:] = self.start
+        if type(x) is np.ndarray and self.trees:
+            return scores, self.forest().add_to(scores, x, threads)
+        for first, block in blocks_of(x) if self.trees else ():
+            has_infinity |= self.forest().add_to(scores[first : first + len(block)], block, threads)
+        return scores, has_infinity
+
+    def forest(self) -> Forest:
+        """The trees laid out for prediction, kept until their number changes."""
+        if self._forest is None or self._forest[0] != len(self.trees):
+            self._forest = len(self.trees), Forest.of(self.trees, self.outputs)
+        return self._forest[1]
+
+    def importances(self, kind: str = "gain") -> Array:
+        """The gain of every feature's splits, or ("split") their number."""
+        total = np.zeros(self.features)
+        for tree in self.trees:
+            np.add.at(total, tree.feature, tree.gain if kind == "gain" else 1.0)
+        return total
+
+    @property
+    def best_rounds(self) -> int | None:
+        """Rounds of the model when what is watched was best."""
+        return self.rounds_before + int(np.argmin(self.losses)) + 1 if self.losses else None

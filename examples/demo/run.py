@@ -677,7 +677,7 @@ def show_plan(found: SearchResult) -> None:
     rows = [
         {
             "plan": f"* {each.label}" if each is found.winner else each.label,
-            "bits/weight": f"{evidence.bits(each.nbytes):.2f}",
+            "bits a weight": f"{evidence.bits(each.nbytes):.2f}",
             "predicted KL": f"{each.predicted:.5f}",
             "KL, nats": f"{each.kl.mean:.5f}",
             "perplexity": f"{each.quality.perplexity:.3f}",

@@ -15,6 +15,7 @@ import torch
 from bitplan.base.version import __version__
 from bitplan.cli import run
 from bitplan.formats import list_formats
+from bitplan.plan import Choice, Plan, Planned
 
 
 @pytest.fixture
@@ -24,6 +25,20 @@ def model(tmp_path, monkeypatch):
     tensors = {"up.weight": torch.randn(8, 128, generator=generator), "up.bias": torch.zeros(8)}
     safetensors.torch.save_file(tensors, "model.safetensors")
     return "model.safetensors"
+
+
+def test_quantize_sums_up_by_formats_where_every_tensor_has_a_reason_of_its_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    tensors = {f"{number}.weight": torch.ones(4, 32) for number in range(9)} | {"norm.weight": torch.ones(4)}
+    safetensors.torch.save_file(tensors, "model.safetensors")
+    kept = Planned(Choice("float32", "norms stay"), (4,), "norm")
+    for count, lines in ((7, ["1 │ int8_row", "reason 6"]), (9, ["9 │ int8_row", "9 reasons: see the plan"])):
+        reasons = {name: f"reason {number % count}" for number, name in enumerate(tensors) if name != "norm.weight"}
+        planned = {name: Planned(Choice("int8_row", why), (4, 32), "mlp") for name, why in reasons.items()}
+        Plan({**planned, "norm.weight": kept}).save("plan.json")
+        assert run(["quantize", "model.safetensors", f"{count}.safetensors", "--plan", "plan.json"]) == 0
+        shown = capsys.readouterr().out
+        assert all(line in shown for line in [*lines, "norms stay"]), shown
 
 
 def test_module_and_script_are_the_same():

@@ -15,7 +15,8 @@ pytest.importorskip("triton")
 from bitplan.formats import get_format  # noqa: E402
 from bitplan.packed import kv_attention, rounded_kv  # noqa: E402
 from bitplan.packed.kv_attention import JoinedRows, SharedCount, can_join, encode_rows  # noqa: E402
-from bitplan.packed.kv_cache import KVCache, PackedRows  # noqa: E402
+from bitplan.packed.kv_cache import KVCache  # noqa: E402
+from bitplan.packed.kv_rows import PackedRows  # noqa: E402
 from bitplan.packed.rounded_kv import round_kv  # noqa: E402
 from tests.packed.test_kv_cache import IDS, tiny  # noqa: E402
 from tests.processes import compile_with_triton  # noqa: E402

@@ -13,7 +13,8 @@ from bitplan.formats import codec
 from bitplan.plan.kv_formats import KV_FORMATS, KVFormats
 
 transformers = pytest.importorskip("transformers")
-from bitplan.packed.kv_cache import KVCache, PackedRows, kv_bytes, pack_rows  # noqa: E402
+from bitplan.packed.kv_cache import KVCache, kv_bytes  # noqa: E402
+from bitplan.packed.kv_rows import PackedRows, pack_rows  # noqa: E402
 from bitplan.packed.language.token_steps import Decoding  # noqa: E402
 from bitplan.packed.rounded_kv import kv_of, round_kv  # noqa: E402
 

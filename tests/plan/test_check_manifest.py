@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from bitplan.base.errors import ManifestError
+from bitplan.base.errors import Finding, ManifestError
 from bitplan.formats import list_formats
 from bitplan.plan import Manifest, check_headers, shipped_manifest
-from bitplan.plan.check_manifest import Finding, require_clean
+from bitplan.plan.check_manifest import require_clean
 from bitplan.plan.manifest import Rule, Tag
 from tests.crosses import few
 from tests.limits import assert_quick

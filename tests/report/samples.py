@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from bitplan.base.errors import Finding
 from bitplan.base.records import write_json
 from bitplan.files.drift import DriftLog, log_drift
 from bitplan.formats.codec import encode
@@ -21,7 +22,6 @@ from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.report import Fingerprint, Report, Row
 from bitplan.packed.crossover import Crossover, Timing, to_document
 from bitplan.plan import Choice, Plan
-from bitplan.plan.check_manifest import Finding
 from bitplan.plan.plan import Planned
 from bitplan.report import TrainingLog
 from bitplan.streaming.selective.calibration import Calibration

@@ -16,12 +16,11 @@ from bitplan.cli.verbs.search import show_result
 from bitplan.files.round_with_evidence import evidence_for, open_evidence
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import SMALLEST_FOR_CPU, encode, explain_encode, parts_of, size_with_others
-from bitplan.packed.language import model_on_disk
 from bitplan.report.page import write_report
 from bitplan.rounding import round_columns_cpu
 from bitplan.rounding import weights as round_weight
 from bitplan.rounding.pick_loops import loops_for
-from bitplan.searching import damage, timing
+from bitplan.searching import damage, searched_model, timing
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.goal import GoalError, SearchError
 from bitplan.searching.searched_model import prepare
@@ -156,8 +155,8 @@ def test_experts_are_rounded_as_parts_of_their_layer(found, monkeypatch):
 def test_a_stack_is_read_once_for_all_of_its_experts(found, monkeypatch):
     folder, _ = found
     opened = []
-    real = model_on_disk.open_tensors
-    monkeypatch.setattr(model_on_disk, "open_tensors", lambda path: opened.append(path) or real(path))
+    real = searched_model.open_tensors
+    monkeypatch.setattr(searched_model, "open_tensors", lambda path: opened.append(path) or real(path))
     subject, _ = prepare(folder / "model", [IDS], None, None)
     count = len(opened)
     read, names = subject.runner.read, []

@@ -14,7 +14,7 @@ from bitplan.files.engines.targets import export_model
 from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import open_tensors
 from bitplan.formats import Encoded
-from bitplan.searching.statistics import gather_evidence
+from bitplan.searching.collect import gather_evidence
 from tests.files.engines.tiny_models import LETTERS, save_tiny
 
 TEXT = "".join(LETTERS[number] for number in torch.randint(26, (400,), generator=torch.Generator().manual_seed(0)))

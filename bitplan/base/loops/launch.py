@@ -121,7 +121,7 @@ current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def index_of(device: torch.device) -> int:
-    """As `Tensor.get_device` gives it."""
+    """The number of a device, as `Tensor.get_device` gives it."""
     return -1 if device.index is None else device.index
 
 
@@ -166,7 +166,7 @@ def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[T
 
 
 def _entry_of(kernel: Any) -> tuple[Any, tuple[Any, ...], Any]:
-    """(the launcher of a compiled kernel, its arguments between stream and pointers, the kernel to keep alive)."""
+    """Return a compiled kernel's launcher, its arguments between stream and pointers, and the kernel to keep alive."""
     run, no_hooks = kernel.run, (None, None, None)
     if _HAS_LAUNCH and getattr(run, "global_scratch_size", None) == 0 == run.profile_scratch_size:
         shape = run.launch_cooperative_grid, run.launch_pdl

@@ -3,9 +3,7 @@ numba's own cache does, and need none of numba's compiler.
 
 `data/prepared_loops.zip` is written by `tools/prepare_loops.py`, for Linux. It is used where the processor has what the
 objects need, its sources are the package's, and numba is of the release that wrote it; elsewhere numba compiles. Loops
-that gain from a newer processor are LLVM bitcode after its optimizer: a machine makes its own code of them in a tenth
-of the time that numba takes from the source on, and numba's cache keeps it. It is data, no pickle: an index in JSON,
-objects and bitcode.
+that gain from AVX-512 are there twice. It is data, no pickle: an index in JSON, and objects.
 """
 
 from __future__ import annotations
@@ -32,11 +30,10 @@ from numba.core.runtime import rtsys
 
 PACKAGE = Path(__file__).parents[2]
 FILE = PACKAGE / "data" / "prepared_loops.zip"
-DAMAGE = (OSError, ValueError, LookupError, TypeError, AttributeError, EOFError, zipfile.BadZipFile, LZMAError)
 INDEX, CODE = "index.json", "loops"  # all loops one after the other: they have much in common
-# x86-64-v3, beyond what every x86-64 processor has
+# x86-64-v3, beyond what every x86-64 processor has; v4, beyond that
 FEATURES = "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"
-OBJECT, BITCODE = "object", "bitcode"
+WIDE_FEATURES = "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"
 # What loops return; signatures are looked up by their text.
 RESULTS: dict[str, Any] = {
     str(kind): kind
@@ -74,8 +71,7 @@ def name_of(function: Callable[..., Any], sig: Any) -> str | None:
 @functools.cache
 def _loops() -> tuple[dict[str, Any], bytes]:
     """Entries by name, and all code; none where the file is for something else, or damaged."""
-    features = llvm.get_host_cpu_features()
-    if not sys.platform.startswith("linux") or not FILE.is_file() or not all(map(features.get, FEATURES)):
+    if not sys.platform.startswith("linux") or not FILE.is_file() or not _has(FEATURES):
         return {}, b""
     try:
         with zipfile.ZipFile(FILE) as file:
@@ -107,17 +103,24 @@ def _loops() -> tuple[dict[str, Any], bytes]:
     return loops, code
 
 
+@functools.cache
+def _has(features: tuple[str, ...]) -> bool:
+    """Whether this processor has all of them."""
+    of_host = llvm.get_host_cpu_features()
+    return all(of_host.get(feature) for feature in features)
+
+
 def digest_of(loops: dict[str, Any], code: bytes) -> str:
     return hashlib.sha256(json.dumps(loops, sort_keys=True).encode() + code).hexdigest()
 
 
-def rebuilt(function: Callable[..., Any], sig: Any, context: Any, form: str) -> Any:
-    """numba's result of compiling a function, from the file; None if that does not have it in this form."""
+def rebuilt(function: Callable[..., Any], sig: Any, context: Any) -> Any:
+    """numba's result of compiling a function, from the file; None if that does not have it."""
     loops, code_of_all = _loops()
     entry = loops.get(name_of(function, sig) or "")
-    if entry is None or entry["form"] != form:
+    if entry is None:
         return None
-    part = code_of_all[entry["first"] : entry["end"]]
+    first, end = entry["wide" if "wide" in entry and _has(WIDE_FEATURES) else "object"]
     kinds = sig.args if isinstance(sig, typing.Signature) else tuple(sig)
     result, code = RESULTS[entry["result"]], function.__code__
     described = funcdesc.PythonFunctionDescriptor(
@@ -137,12 +140,8 @@ def rebuilt(function: Callable[..., Any], sig: Any, context: Any, form: str) -> 
     described.mangled_name = entry["mangled_name"]
     library = context.codegen().create_library(entry["library"])
     library.enable_object_caching()
-    if form == OBJECT:
-        rtsys.initialize(context)  # what wrappers call
-        library._set_compiled_object(part)
-    else:  # numba's cache keeps the machine's own code
-        context.refresh()
-        library._final_module = llvm.parse_bitcode(part)
+    rtsys.initialize(context)  # what wrappers call
+    library._set_compiled_object(code_of_all[first:end])
     library._finalize_final_module()
     library._codegen._engine._defined_symbols.update(entry["defined"])  # numba does not look into objects
     environment = Environment.from_fndesc(described)
@@ -163,15 +162,10 @@ def rebuilt(function: Callable[..., Any], sig: Any, context: Any, form: str) -> 
 
 
 class PreparedCache(FunctionCache):  # type: ignore[misc]
-    """numba's cache on disk; what that does not have may be in the package."""
+    """Loops of the package, and numba's cache on disk for the others."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        loaded = rebuilt(self._py_func, sig, target_context, OBJECT) or super().load_overload(sig, target_context)
-        if loaded is None:
-            loaded = rebuilt(self._py_func, sig, target_context, BITCODE)
-            if loaded is not None:
-                self.save_overload(sig, loaded)
-        return loaded
+        return rebuilt(self._py_func, sig, target_context) or super().load_overload(sig, target_context)
 
 
 class PackageCache(NullCache):  # type: ignore[misc]
@@ -181,8 +175,7 @@ class PackageCache(NullCache):  # type: ignore[misc]
         self._function = function
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        given = self._function, sig, target_context
-        return rebuilt(*given, OBJECT) or rebuilt(*given, BITCODE)
+        return rebuilt(self._function, sig, target_context)
 
 
 def cache_of(function: Callable[..., Any]) -> Any:

@@ -104,7 +104,6 @@ class CallWriter:
 def written(write: Callable[[CallWriter], None]) -> Any:
     """A C function of one address; `write` writes what it does, up to its end."""
     context = cpu_target.target_context
-    context.refresh()
     library = context.codegen().create_library("call_loop")
     module = library.create_ir_module("call_loop")
     name = f"bitplan_call_loop_{next(_numbers)}"  # of its own, also where two threads make one at once

@@ -32,6 +32,8 @@ from bitplan.cli.show import human_bytes, progress, say, show_json, table
 if TYPE_CHECKING:
     from bitplan.plan import Plan
 
+MOST_ROWS = 8  # of a summary by reasons: a search gives nearly every tensor one of its own
+
 
 def formats(
     on: Annotated[str | None, typer.Option(metavar="FILE:TENSOR")] = None,
@@ -293,17 +295,7 @@ def quantize(
     if as_json:
         show_json(report.to_dict())
         return
-    reasons = Counter((row["to"], row["reason"]) for row in report.rows)
-    rows = [
-        {
-            "tensors": count,
-            "written as": to,
-            **_worst_of([row for row in report.rows if (row["to"], row["reason"]) == (to, why)]),
-            "why": why,
-        }
-        for (to, why), count in reasons.most_common()
-    ]
-    table(f"{source} -> {output}", rows)
+    table(f"{source} -> {output}", _summary(report.rows))
     before, after = report.bytes_before, report.bytes_after
     change = f"{before / max(after, 1):.2f}x smaller" if after <= before else f"{after / max(before, 1):.2f}x larger"
     say(f"{human_bytes(before)} -> {human_bytes(after)} ({change})")
@@ -323,7 +315,7 @@ def _static_scales(source: Path, text: str, plan: Plan, windows: int) -> dict[st
 def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
     """Statistics of a text in a file that is there for this long, beside the output: they may be larger than memory."""
     from bitplan.base.folders import scratch_folder
-    from bitplan.searching.statistics import gather_evidence
+    from bitplan.searching.collect import gather_evidence
 
     with scratch_folder(output.parent, "bitplan") as folder:
         with progress("statistics", 1000) as advance:
@@ -336,6 +328,23 @@ def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[P
 
             path = gather_evidence(source, text, folder, windows=windows, on_step=step)
         yield path
+
+
+def _summary(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A row for tensors of one format and one reason; of one format where that makes more rows than a screen has."""
+    groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in written:
+        groups.setdefault((row["to"], row["reason"]), []).append(row)
+    if len(groups) > MOST_ROWS:
+        formats = Counter(to for to, _ in groups)
+        several = {to: f"{count} reasons: see the plan" for to, count in formats.items() if count > 1}
+        whys, groups = groups, {}
+        for (to, why), rows in whys.items():
+            groups.setdefault((to, several.get(to, why)), []).extend(rows)
+    largest_first = sorted(groups.items(), key=lambda group: -len(group[1]))
+    return [
+        {"tensors": len(rows), "written as": to, **_worst_of(rows), "why": why} for (to, why), rows in largest_first
+    ]
 
 
 def _worst_of(rows: list[dict[str, Any]]) -> dict[str, str]:

@@ -17,8 +17,8 @@ from bitplan.cli.quick_help import QuickCommand, QuickGroup, manifest_names, shi
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
+    from bitplan.base.errors import Finding
     from bitplan.plan import Plan
-    from bitplan.plan.check_manifest import Finding
     from bitplan.searching.goal import Goal
 
 manifest_app = typer.Typer(

@@ -176,7 +176,7 @@ def _show(model: Path, text: Path, result: TextComparison) -> None:
     table(title, [_cells(row, noise) for row in (first, *([noise] if noise else []), *result.rows)])
     say(
         "NLL difference and KL: nats a token, against the reference on the same tokens, with the 95% interval that "
-        "windows of text show, paired. 95% beside perplexity: that of other text of this kind."
+        "windows of text show, paired. That of perplexity: of other text of this kind."
     )
     if noise:
         say(
@@ -190,16 +190,17 @@ def _cells(row: QualityRow, noise: QualityRow | None) -> dict[str, str]:
     floor = noise.quality.against if noise else None
     cells = {
         "format": row.label,
-        "bits/weight": f"{row.bits_per_weight:.2f}",
+        "bits a weight": f"{row.bits_per_weight:.2f}",
         "perplexity": f"{quality.perplexity:.3f}",
-        "95%": _interval(quality.interval, ".2f"),
-        "NLL difference": _figure(distance.nll_difference, "+.5f") if distance else "",
         "KL": _figure(distance.kl, ".2e") if distance else "",
-        "same top token": f"{distance.top1_agreement.mean:.2%}" if distance else "",
     }
     if floor:
         cells["KL / floor"] = f"{distance.kl.mean / floor.kl.mean:.3g}x" if distance and floor.kl.mean else ""
-    return cells
+    return cells | {
+        "same top token": f"{distance.top1_agreement.mean:.2%}" if distance else "",
+        "NLL difference": _figure(distance.nll_difference, "+.5f") if distance else "",
+        "perplexity 95%": _interval(quality.interval, ".2f"),
+    }
 
 
 def _figure(estimate: Estimate, style: str) -> str:

@@ -209,7 +209,7 @@ def show_result(result: SearchResult) -> None:
         {
             "plan": each.label,
             "size": human_bytes(each.nbytes),
-            "bits/weight": f"{evidence.bits(each.nbytes):.3f}",
+            "bits a weight": f"{evidence.bits(each.nbytes):.3f}",
             "predicted KL": f"{each.predicted:.5f}",
             "KL": f"{each.kl.mean:.5f}" + (f" +- {each.kl.standard_error:.5f}" if each.kl.standard_error else ""),
             **kinds_columns(each.quality, result.kinds),
@@ -220,9 +220,9 @@ def show_result(result: SearchResult) -> None:
         {
             "plan": each.label,
             "size": human_bytes(evidence.nbytes(each.choice)),
-            "bits/weight": f"{evidence.bits(evidence.nbytes(each.choice)):.3f}",
+            "bits a weight": f"{evidence.bits(evidence.nbytes(each.choice)):.3f}",
             "predicted KL": f"{evidence.predict(each.choice):.5f}",
-            "KL": "not measured",
+            "KL": "",
             "perplexity": "",
         }
         for each in result.unmeasured

@@ -132,7 +132,7 @@ class OutputTensor:
         return self.fmt.name if self.fmt is not None else self.records[0].dtype
 
     def row(self, file: TensorFile) -> ExportRow:
-        """What the report says of it."""
+        """The line of the report on this tensor."""
         size, count = sum(record.nbytes for record in self.records), len(self.sources)
         if not count:
             return ExportRow(self.name, "", self.records[0].shape, "computed", self.format_there, self.reason, size)

@@ -212,11 +212,11 @@ def save_gpt_oss(
     certificate = certificate_of(
         _plan_of(source, to, dtype), Path(source.where), source.files, scale_rule=scale_rule, holds_plan=True
     )
-    said: dict[str, Any] = dict(metadata or {}) if to == "gguf" else {"format": "pt"}  # transformers 4 wants the key
+    entries: dict[str, Any] = {**(metadata or {})} if to == "gguf" else {"format": "pt"}  # transformers 4 wants the key
     if not is_folder:
-        said |= require_container(weights).certificate_entry(json.dumps(certificate, separators=(",", ":")))
+        entries |= require_container(weights).certificate_entry(json.dumps(certificate, separators=(",", ":")))
     report.tensors = write_gpt_oss(
-        source, weights, to, experts=dtype, scale_rule=scale_rule, metadata=said, on_bytes=on_bytes
+        source, weights, to, experts=dtype, scale_rule=scale_rule, metadata=entries, on_bytes=on_bytes
     )
     if document is not None:
         write_json(weights.parent / CONFIG, document)

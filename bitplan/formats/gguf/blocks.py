@@ -121,12 +121,12 @@ class GgufBlocks(Format):
         return self.padded_cols(cols) // self.layout.numbers * self.layout.block_bytes
 
     def encode_rows(self, rows: Tensor, importance: Tensor | None, search: BlockSearch | None = None) -> Tensor:
-        """[R, C] float32 numbers, whole blocks -> [R, bytes per row]; `search` may be a compiled version."""
+        """Encode [R, C] float32 numbers, whole blocks, to [R, bytes per row]; `search` may be a compiled version."""
         blocks = search_blocks(rows, importance, self.layout, search or SearchBySums(TorchSums()))
         return self.layout.pack(blocks).reshape(rows.shape[0], -1)
 
     def decode_rows(self, raw: Tensor) -> Tensor:
-        """[R, bytes per row] -> [R, C] float32."""
+        """Decode [R, bytes per row] to [R, C] float32 numbers."""
         numbers: Tensor = self.layout.decode(raw.reshape(-1, self.layout.block_bytes)).reshape(raw.shape[0], -1)
         return numbers
 

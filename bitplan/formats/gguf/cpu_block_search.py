@@ -67,7 +67,7 @@ def _on_groups(kernel: Any, x_NG: Array, *by: Any, out: tuple[Array, ...]) -> No
 
 
 def _flat(numbers: Tensor) -> Array:
-    """A view where they are contiguous, as all outputs are."""
+    """Flatten an array: a view of one that is contiguous, as all outputs are, else a copy."""
     return numbers.contiguous().numpy().ravel()
 
 

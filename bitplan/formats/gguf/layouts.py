@@ -25,7 +25,7 @@ class Plane(NamedTuple):
     run: int
 
     def pack(self, fields: Tensor) -> Tensor:
-        """[B, n] fields of `bits` bits -> [B, n x bits / 8] bytes."""
+        """Pack [B, n] fields of `bits` bits into [B, n x bits / 8] bytes."""
         lanes = fields.reshape(fields.shape[0], -1, 8 // self.bits, self.run)
         packed = lanes[:, :, 0].clone()
         for lane in range(1, 8 // self.bits):
@@ -102,7 +102,7 @@ class Layout:
         return torch.cat([found[name] for name, _ in self.parts], dim=1)
 
     def unpack(self, raw: Tensor) -> BlockParts:
-        """[B, block_bytes] uint8 -> what the blocks hold."""
+        """Take [B, block_bytes] uint8 apart into what the blocks hold."""
         import torch
 
         found = self._split(raw)
@@ -123,14 +123,14 @@ class Layout:
         return self.group_scales(self._with_scales(raw, self._split(raw)))
 
     def halves(self, raw: Tensor) -> Tensor:
-        """[B, block_bytes] uint8 -> [B, 1 or 2]: the float16 numbers of each block."""
+        """Read the float16 numbers of each block, [B, 1 or 2], from its [B, block_bytes] uint8."""
         import torch
 
         parts = self._split(raw)
         return torch.stack([_floats(parts[name]) for name in ("d", "dmin") if name in parts], dim=1)
 
     def decode(self, raw: Tensor) -> Tensor:
-        """[B, block_bytes] uint8 -> [B, numbers] float32, each product and sum rounded once, as gguf-py does."""
+        """Decode [B, block_bytes] uint8 to [B, numbers] float32, each product and sum rounded once, as in gguf-py."""
         parts = self.unpack(raw)
         scale, low = self.group_scales(parts)
         values = self.code_values(parts.codes).reshape(raw.shape[0], -1, self.group) * scale.unsqueeze(-1)
@@ -147,7 +147,7 @@ class Layout:
         return codes.float() + self.low
 
     def group_scales(self, parts: BlockParts) -> tuple[Tensor, Tensor | None]:
-        """[B, G] scales of groups, and the numbers added to them, in float32."""
+        """Return the scales of groups, [B, G], and the numbers added to them, in float32."""
         d = parts.d.float().unsqueeze(-1)
         dmin = None if parts.dmin is None else parts.dmin.float().unsqueeze(-1)
         if parts.scales is None:

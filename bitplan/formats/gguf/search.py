@@ -110,7 +110,7 @@ class TorchSums:
         return _error(x, w, _values(_codes(x, scale, low, layout), layout), scale, low)
 
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-        """[R, P, g] uint8: the nearest codes."""
+        """Return the nearest codes, [R, P, g] uint8."""
         import torch
 
         return (_codes(x, scale, low, layout) - (0 if layout.table else layout.low)).to(torch.uint8)
@@ -212,13 +212,13 @@ class SearchBySums:
 
 
 def search_blocks(matrix: Tensor, importance: Tensor | None, layout: Layout, search: BlockSearch) -> BlockParts:
-    """[R, C] float32 numbers, rows of whole blocks, and a weight for each column -> blocks, row by row."""
+    """Find the blocks, row by row, for [R, C] float32 numbers of whole blocks and a weight for each column."""
     x = matrix.reshape(matrix.shape[0], -1, layout.group)
     return search.parts(x, _weights(matrix, importance, layout), layout)
 
 
 def _weights(matrix: Tensor, importance: Tensor | None, layout: Layout) -> Tensor:
-    """[P, g] weights with a mean near 1; none is zero: columns without inputs count where there are no others."""
+    """Scale [P, g] weights to a mean near 1; none is zero: columns without inputs count where there are no others."""
     import torch
 
     if importance is None:
@@ -282,7 +282,7 @@ class _Blocks:
         return BlockParts(scale, halves[0], halves[1], flat[0], flat[1])
 
     def _integers(self, numbers: Tensor, weights: Tensor, least: int, most: int) -> tuple[Tensor, Tensor]:
-        """[R, Q] steps rounded to float16, and [R, Q, G] integers such that step x integer is near the numbers."""
+        """Find [R, Q] steps in float16 and [R, Q, G] integers such that step x integer is near the numbers."""
         import torch
 
         numbers, weights = numbers.reshape(self.grid), weights.reshape(self.grid)

@@ -60,7 +60,7 @@ def _types_of(*tensors: Tensor | None) -> tuple[torch.dtype | None, ...]:
 
 
 def _fit_biases(*biases: Tensor | None) -> bool:
-    """Whether products add these themselves."""
+    """Whether products add these biases themselves."""
     return all(bias is None or bias.dtype == _BF16 for bias in biases)
 
 
@@ -107,7 +107,7 @@ class BoundProducts:
         return torch._scaled_mm(codes, w.turned, scale, w.scale, bias, None, _BF16, self.fast_y, out=y)
 
     def gradients(self, cast: Any, kept: Tensor, kept_scale: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """(dx, dW)."""
+        """Return the gradients of the input and of the weight."""
         codes, codes_t, scale = cast
         w = kept_layouts(weight, RECIPE, self.eps, is_forward=False)[1] if self.reuse else None
         if w is None:
@@ -121,7 +121,7 @@ class BoundProducts:
 
 
 def _bind_gradient_cast(dy: Tensor, text: str) -> tuple[str, BoundCast | None]:
-    """(FP8 type of gradients, the cast of dy)."""
+    """Return the FP8 type of gradients, and a bound cast of dy."""
     recipe = Fp8Settings.from_text(text).recipe
     cast = (True, recipe.grad_fp8, recipe.eps.grad, dy.shape[0], True, True, None)
     return recipe.grad_fp8, plan_guess(dy.shape, dy.dtype, *cast).bind(dy.device)

@@ -196,7 +196,10 @@ def run_mlp_forward(
     need_down: bool,
     source: WeightSource,
 ) -> tuple[Tensor | None, ...]:
-    """(output; the first product; its input for wgrad, scale, 1 / deviation, mean; the activated for wgrad, scale)."""
+    """Compute an MLP; return its output, the first product, and what the backward reads.
+
+    That is the input cast for wgrad, its scale, 1 / deviation and mean of the norm, the activated cast, its scale.
+    """
     of_first = run_forward(x_MK, norm_weight, norm_bias, first, first_bias, first_text, need_x, need_first, source)
     y = of_first[0]
     settings = Fp8Settings.from_text(down_text)
@@ -229,7 +232,7 @@ def run_mlp_backward(
     need_down: bool,
     source: WeightSource,
 ) -> tuple[Tensor | None, ...]:
-    """(dx, the norm's weight's gradient, its bias's, the first weight's, its bias's, down's); None if not wanted."""
+    """Return gradients of input, norm's weight and bias, first weight and bias, and down; None if not wanted."""
     need_between = need_x or need_first or need_bias
     no_norm = (None,) * 5
     dh, _, _, d_down = run_backward(

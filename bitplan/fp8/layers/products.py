@@ -63,7 +63,7 @@ def run_forward(
     need_w: bool,
     source: WeightSource,
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(y, x as wgrad will read it, its scale, 1 / deviation, mean); None for what is not needed.
+    """Return y, x as wgrad will read it, its scale, 1 / deviation and mean; None for what is not needed.
 
     With a norm (`norm_weight`) x is normalised first. Where wgrad is BF16 it reads x itself, or x after the norm.
     """
@@ -118,7 +118,7 @@ def run_backward(
     need_w: bool,
     source: WeightSource,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, the norm's weight gradient, its bias's, dW); None where not wanted, or where there is no norm."""
+    """Return gradients of input, norm's weight, norm's bias and weight; None where not wanted, or without a norm."""
     settings = Fp8Settings.from_text(text)
     recipe, gemms = settings.recipe, settings.gemms
     dgrad, wgrad = gemms.dgrad if need_x else BF16, gemms.wgrad if need_w else BF16
@@ -138,7 +138,7 @@ def gradients_of(
     need_w: bool,
     source: WeightSource,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(dx, dW) of a dy that was cast, in the layouts that are not None; dy itself is then read for its type alone."""
+    """Return dx and dW of a dy that was cast, in layouts that are not None; dy itself is read for its type alone."""
     recipe, gemms = settings.recipe, settings.gemms
     dy_rows, dy_cols = cast
     grad_type = source.grad_type or weight.dtype
@@ -170,7 +170,7 @@ def norm_gradients(
     mean: Tensor | None,
     settings: Fp8Settings,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """(dx, the norm's weight gradient, its bias's) of the gradient behind the norm; that gradient without a norm."""
+    """Take the gradient behind a norm through it: gradients of input, weight and bias; without a norm it stays."""
     if d_normed is None or norm_weight is None:
         return d_normed, None, None
     assert x_MK is not None

@@ -176,7 +176,7 @@ def kept_layouts(
 
 
 def _find_to_reuse(weight: Tensor, reuse: bool, *, is_forward: bool = False) -> tuple[_Kept | None, bool]:
-    """(the kept casts, whether a new cast may be kept). Compiled graphs may only read held casts, and keep none."""
+    """Return the kept casts, and whether a new one may be kept: compiled graphs only read held casts, and keep none."""
     kept = _find(weight, is_forward=is_forward) if reuse else None
     if reuse and (kept is None or not kept.held) and in_compiled_graphs(weight):
         return None, False

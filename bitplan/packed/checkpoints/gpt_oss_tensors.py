@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from bitplan.base.errors import FileFormatError, FormatError
+from bitplan.base.errors import FileFormatError, Finding, FormatError
 from bitplan.base.records import on_failure, read_json, write_json
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE, check_settings_held, hf_config
@@ -26,7 +26,7 @@ from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded
 from bitplan.formats.scale_rules import E8M0_NAN
 from bitplan.plan import Manifest, check_headers
-from bitplan.plan.check_manifest import CAST, OTHER_MODEL, Finding, require_clean
+from bitplan.plan.check_manifest import CAST, OTHER_MODEL, require_clean
 from bitplan.plan.manifest import open_manifest
 
 ManifestLike = Manifest | str | Path

@@ -6,13 +6,17 @@ What was put on modules from outside: hooks, parametrizations, forwards of someb
 from __future__ import annotations
 
 import contextlib
+import copy
 import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+Inputs = tuple[tuple[Any, ...], dict[str, Any]]  # of one call
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any]:
@@ -56,6 +60,48 @@ def calls_through(call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], A
         yield
     finally:
         nn.Module.__call__ = usual  # type: ignore[method-assign]
+
+
+def without_hooks() -> contextlib.AbstractContextManager[None]:
+    """Modules called in this thread compute what their own code says, whatever was put on them."""
+    return calls_through(lambda module, args, kwargs: own_forward(module)(*args, **kwargs))
+
+
+class _AllSeenError(Exception):
+    """Raised to stop a model once all inputs are recorded."""
+
+
+def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs, inputs: dict[str, Inputs]) -> None:
+    """Run a model without its hooks, and put what it gives to these modules into `inputs`."""
+    by_module = {id(model.get_submodule(path)): path for path in paths}
+
+    def call(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        path = by_module.get(id(module))
+        if path is not None and path not in inputs:
+            inputs[path] = copied_inputs((args, dict(kwargs)))
+            if len(inputs) == len(paths):
+                raise _AllSeenError
+        return own_forward(module)(*args, **kwargs)
+
+    with contextlib.suppress(_AllSeenError), calls_through(call):
+        root(*given[0], **given[1])
+
+
+def copied_inputs(inputs: Inputs) -> Inputs:
+    """Inputs for one call, which may write into them: a cache of keys and values would be longer in the next."""
+
+    def copied(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone()
+        if isinstance(leaf, nn.Module):
+            return leaf
+        try:
+            return copy.deepcopy(leaf)
+        except (RuntimeError, TypeError, ValueError):  # a lock, a process group, a tensor with a history
+            return leaf
+
+    copies: Inputs = tree_map(copied, inputs)
+    return copies
 
 
 @contextlib.contextmanager

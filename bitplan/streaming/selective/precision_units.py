@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,9 @@ from bitplan.streaming.block_layout import lay_out
 from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
 from bitplan.streaming.selective.config import PRECISIONS, SelectiveError, SelectivePrecisionConfig
 from bitplan.streaming.selective.state import layout_of
-from bitplan.streaming.stream_blocks import BlockStream
+
+if TYPE_CHECKING:
+    from bitplan.streaming.stream_blocks import BlockStream
 
 
 class Weight(NamedTuple):
@@ -129,7 +131,7 @@ class PrecisionUnits:
         return [unit for unit, length in shared.items() if length == longest and longest]
 
     def trained_places(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """(unit, module, local name) of every place of a streamed parameter that is trained on the host."""
+        """Yield unit, module and local name of every place of a streamed parameter that is trained on the host."""
         for block in self.stream.blocks:
             for name, one in block.parameters.items():
                 unit = next((weight.unit for weight in self.weights if weight.block is block and weight.one is one), "")

@@ -110,7 +110,7 @@ class HostOptimizer:
         return {"kind": self.name, "lr": float(self.lr), **plain, **vectors}
 
     def with_lr(self, lr: float) -> HostOptimizer:
-        """The same with another rate; that of vectors changes by as much."""
+        """These settings with another learning rate; that of vectors changes by as much."""
         vectors = self.vectors
         if vectors is not None and self.lr:
             vectors = replace(vectors, lr=vectors.lr * lr / self.lr)

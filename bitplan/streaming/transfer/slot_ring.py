@@ -99,7 +99,7 @@ class SlotDecoder:
         graph.replay()
 
     def decode_once(self, block: int, slot: Tensor, scratch: Tensor) -> None:
-        """The same for memory that holds this block alone: nothing is recorded."""
+        """Decode a block into memory that holds it alone: nothing is recorded."""
         self._layouts[block].decode_into(slot, scratch)
 
     def _recorded(self, layout: BlockLayout, slot: Tensor, scratch: Tensor) -> torch.cuda.CUDAGraph:
@@ -131,7 +131,7 @@ class RingSlot:
     is_decoded: bool = False  # there
 
     def hold(self, block: int | None, transfer: Transfer | None) -> None:
-        """Take another block, or the same one anew."""
+        """Record that this slot holds another block from now on, or the same one anew."""
         self.block, self.transfer, self.is_decoded = block, transfer, False
 
 

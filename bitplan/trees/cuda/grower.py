@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from bitplan.base.loops.launch import PreparedLaunch
@@ -20,18 +21,20 @@ from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.cuda import kernels, waves
 from bitplan.trees.cuda import kernels as there
 from bitplan.trees.cuda.binning import CudaBins, copy_bins
-from bitplan.trees.cuda.kernels import BLOCK
 from bitplan.trees.cuda.limits import check_memory, table_bytes
-from bitplan.trees.cuda.score_kernels import LEAF_OPTIONS, CudaGradients, collect_rows
+from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, CudaGradients, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
-from bitplan.trees.gradients import Array, GradientPrecision, Gradients
+from bitplan.trees.gradients import Array, Gradients
 from bitplan.trees.grow import Grown, GrowthRules, TreeGrower
 from bitplan.trees.histogram import enter
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import split
 from bitplan.trees.thread_workspace import Growth
 
-ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of 256
+WAVE = 32  # nodes at most
+BLOCK = 1024  # rows that are partitioned together
+ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of PART_WARPS
+PART_WARPS = 8
 
 
 @dataclass
@@ -47,38 +50,28 @@ class WaveSteps:
 class CudaTreeGrower(TreeGrower):
     """Grows trees on rows that stay on the GPU."""
 
-    def __init__(
-        self,
-        data: BinnedRows | CudaBins,
-        bins: Bins,
-        rules: GrowthRules,
-        shards: Shards = ALONE,
-        precision: GradientPrecision = GradientPrecision.I16,
-    ) -> None:
+    def __init__(self, data: BinnedRows | CudaBins, bins: Bins, rules: GrowthRules, shards: Shards = ALONE) -> None:
         super().__init__(cast(BinnedRows, data), bins, rules, shards)
-        precise = self._precise = precision is GradientPrecision.F32
-        there_already = data if isinstance(data, CudaBins) else copy_bins(data, precise)
+        there_already = data if isinstance(data, CudaBins) else copy_bins(data)
         self._panels, self._device = there_already.panels, there_already.device
         self._groups, self._width = there_already.groups, there_already.width
         self._count, self._features, device = data.rows, len(bins.edges), self._device
         leaves = min(rules.max_leaves, max(data.rows, 1))
-        self._wave = min(kernels.MOST_NODES, leaves)
+        self._wave = min(WAVE, triton.next_power_of_2(leaves))
         self._slots = 2 * leaves + 2
-        categories = int(bins.is_category.sum())
-        needed = table_bytes(data.rows, self._features, self._slots, precise)
+        needed = table_bytes(data.rows, self._features, self._slots)
         check_memory(device, data.rows, self._features, needed)
         self._sides = self._empty(2 * data.rows, torch.int64)
-        self._weights = self._empty(2 * data.rows if precise else 2, torch.float32)
-        self._pool = self._empty(self._slots * self._features * there.cell_words(precise) * kernels.BINS, torch.int64)
+        self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS, torch.int64)
         self._gains = self._empty(2 * self._wave * self._features, torch.float64)
-        self._by_column = self._empty(2 * self._wave * self._features * there.RESULT, torch.int64)
-        self._scratch = self._empty(max(2 * self._wave * categories * there.SCRATCH, 2), torch.int64)
+        self._found = self._empty(2 * self._wave * self._features * kernels.FOUND, torch.int64)
         self._result = self._empty(2 * self._wave * there.RESULT, torch.int64)
-        self._table = self._empty((kernels.MOST_NODES + 1) * there.COLUMNS, torch.int64)
+        self._table = self._empty((self._wave + 1) * there.COLUMNS, torch.int64)
         pinned = device.type == "cuda"
-        self._host_table = torch.zeros((kernels.MOST_NODES + 1, there.COLUMNS), dtype=torch.int64, pin_memory=pinned)
+        self._host_table = torch.zeros((self._wave + 1, there.COLUMNS), dtype=torch.int64, pin_memory=pinned)
         self._host_result = torch.zeros((2 * self._wave, there.RESULT), dtype=torch.int64, pin_memory=pinned)
-        self.steps = self._prepare(categories)
+        self._bin_counts = torch.from_numpy(bins.counts).to(device)
+        self.steps = self._prepare()
         self._loops: Array | None = None
         chunk = kernels.TILE * kernels.TILES
         self._sizes = BLOCK, chunk, self._groups, self.steps.add_rows.grid[0]
@@ -92,21 +85,42 @@ class CudaTreeGrower(TreeGrower):
             return 2
         return of_each * int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
-    def _prepare(self, categories: int) -> WaveSteps:
-        features, children, precise = self._features, 2 * self._wave, {"PRECISE": self._precise}
-        sizes = self._count, features, self._width
+    def _prepare(self) -> WaveSteps:
+        features, wave = self._features, self._wave
+        common = {"WIDTH": self._width}
+        sizes = self._count, features
         shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
-        judging = {**precise, "KIND": kernels.kind_of_gains(self._rules), "HAS_CATEGORIES": categories > 0}
-        parters, adders = (self._programs(PARTERS),), (self._programs(ADDERS),)
-        blocks, picked = {**precise, "BLOCK": BLOCK}, {"PICKED": kernels.PICKED}
-        each_feature = (children * features,), (features, categories), judging
         return WaveSteps(
-            PreparedLaunch(kernels.part_rows, parters, sizes, blocks, **kernels.PART_OPTIONS),
             PreparedLaunch(
-                kernels.add_rows, adders, (*sizes, self._groups), {**precise, **shared}, **kernels.ADD_OPTIONS
+                kernels.part_rows,
+                (self._programs(PARTERS),),
+                sizes,
+                {**common, "K": wave, "BLOCK": BLOCK},
+                num_warps=PART_WARPS,
             ),
-            PreparedLaunch(kernels.judge_features, *each_feature, **kernels.JUDGE_OPTIONS),
-            PreparedLaunch(kernels.pick_features, (children,), (features,), picked, **kernels.PICK_OPTIONS),
+            PreparedLaunch(
+                kernels.add_rows,
+                (self._programs(ADDERS),),
+                sizes,
+                {**common, "IN_GROUPS": self._groups, "K": wave, **shared},
+                num_warps=16,
+            ),
+            PreparedLaunch(
+                kernels.judge_features,
+                (wave * features,),
+                (features,),
+                {"K": wave, "HAS_L1": self._rules.l1 > 0},
+                num_warps=2,
+                enable_fp_fusion=False,
+            ),
+            PreparedLaunch(
+                kernels.pick_features,
+                (2 * wave,),
+                (features,),
+                {"K": wave, "WIDE": triton.next_power_of_2(features)},
+                num_warps=1,
+                enable_fp_fusion=False,
+            ),
         )
 
     # ---- a tree ------------------------------------------------------------------------------------------------------
@@ -120,9 +134,9 @@ class CudaTreeGrower(TreeGrower):
         return self._features
 
     @property
-    def panels(self) -> tuple[Tensor, int, int]:
-        """Bins by group, row and place, how many features a group has, and how many bytes a row of it."""
-        return self._panels, self._width, there.group_bytes(self._precise)
+    def panels(self) -> tuple[Tensor, int]:
+        """Bins by group, row and place, and how many features a group has."""
+        return self._panels, self._width
 
     def grow(self, gradients: Gradients | CudaGradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use, the one that the CPU grows.
@@ -148,29 +162,19 @@ class CudaTreeGrower(TreeGrower):
 
     def _begin(self, columns: Array) -> None:
         """What judging needs to know of this tree."""
-        of_columns = np.zeros((self._features, there.OF_COLUMN), np.int64)
-        of_columns[:, there.BIN_COUNT] = self._by_feature[:, split.BIN_COUNT]
-        of_columns[columns, there.FEATURE_GROUPS] = self._by_feature[columns, split.FEATURE_GROUPS]
-        is_category = self._bins.is_category
-        of_columns[is_category, there.CATEGORY] = np.arange(1, int(is_category.sum()) + 1)
-        of_columns[:, there.DIRECTION] = self._monotone
+        groups = np.zeros(self._features, np.int64)
+        groups[columns] = self._by_feature[columns, split.FEATURE_GROUPS]
         rules = self._rules
         rest = rules.l1, rules.l2, rules.min_child_weight, rules.min_child_rows, rules.min_gain
-        numbers = *self._scales, *rest, rules.category_smoothing, rules.category_l2
-        self._columns_there = torch.from_numpy(of_columns).to(self._device)
-        self._numbers_there = torch.tensor(numbers, dtype=torch.float64).to(self._device)
-        with np.errstate(over="ignore"):  # only those of codes, which are not used
-            self._per_unit = torch.from_numpy(1.0 / np.where(self._scales > 0, self._scales, 1.0)).to(self._device)
+        self._feature_groups = torch.from_numpy(groups).to(self._device)
+        self._numbers_there = torch.tensor([*self._scales, *rest], dtype=torch.float64).to(self._device)
 
     def _enter(self, gradients: Gradients | CudaGradients, rows: Array | range) -> None:
         """All rows into the first side of the entries."""
         if isinstance(gradients, CudaGradients):
-            gradients.enter(self._sides, self._weights, rows)
+            gradients.enter(self._sides, rows)
             return
         self._sides[: len(rows)] = torch.from_numpy(enter(gradients, rows).view(np.int64)).to(self._device)
-        if self._precise:
-            hessians = gradients.hessians if isinstance(rows, range) else gradients.hessians[rows]
-            self._weights[: len(rows)] = torch.from_numpy(np.ascontiguousarray(hessians)).to(self._device)
 
     # ---- waves -------------------------------------------------------------------------------------------------------
 
@@ -183,7 +187,7 @@ class CudaTreeGrower(TreeGrower):
         growth, found = self._growth, self._host_result.numpy()[0]
         waves.note_root(found, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
         growth.nodes[0, split.SLOT] = slot
-        sums: Array = found[there.RESULT_NODE : there.RESULT_SET]
+        sums: Array = found[there.RESULT_NODE :]
         return sums
 
     def _expand_leaves(self) -> None:
@@ -226,13 +230,12 @@ class CudaTreeGrower(TreeGrower):
 
     def _launch_steps(self) -> None:
         steps, panels = self.steps, self._panels
-        rows = self._table, self._sides, self._weights
-        steps.part_rows(*rows, panels, self._pool)
-        steps.add_rows(*rows, panels.view(torch.int64), self._pool, self._per_unit)
-        by_column = self._gains, self._by_column
-        judging = self._columns_there, self._numbers_there, self._scratch
-        steps.judge_features(self._table, self._pool, *judging, *by_column)
-        steps.pick_features(self._table, *by_column, self._result)
+        steps.part_rows(self._table, self._sides, panels, self._pool)
+        steps.add_rows(self._table, self._sides, panels.view(torch.int64), self._pool)
+        found = self._gains, self._found
+        judging = self._bin_counts, self._feature_groups, self._numbers_there
+        steps.judge_features(self._table, self._pool, *judging, *found)
+        steps.pick_features(self._table, *found, self._result)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -250,17 +253,18 @@ class CudaTreeGrower(TreeGrower):
         last = np.flatnonzero(~is_expanded & (made[:, split.STOP] > made[:, split.START]))
         ranges = made[last]
         blocks = -(-(ranges[:, split.STOP] - ranges[:, split.START]) // BLOCK)
+        parts = np.full((triton.next_power_of_2(max(len(last), 1)), PARTS_COLUMNS), waves.FAR_AWAY, np.int64)
         sides = ranges[:, split.DEPTH] & 1
         of_blocks = np.cumsum(blocks) - blocks
-        parts = np.column_stack([ranges[:, : split.STOP + 1], of_blocks, sides, leaf_of[last]]).astype(np.int64)
+        parts[: len(last)] = np.column_stack([ranges[:, : split.STOP + 1], of_blocks, sides, leaf_of[last]])
         self._parts, self._blocks = torch.from_numpy(parts).to(self._device), int(blocks.sum())
         self.depth = int(growth.nodes[growth.leaves[:leaves, queue.NODE], split.DEPTH].max())
 
     def launch_on_leaves(self, kernel: Any, *pointers: Tensor) -> None:
         """Run a kernel over the rows of the last tree's leaves."""
-        sizes = self._count, len(self._parts), self._blocks
-        shape = {"BLOCK": BLOCK, **LEAF_OPTIONS}
-        kernel[(self._programs(PARTERS),)](self._parts, self._sides, *pointers, *sizes, **shape)
+        parts = self._parts
+        sizes = {"PARTS": len(parts), "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+        kernel[(self._programs(PARTERS),)](parts, self._sides, *pointers, self._count, self._blocks, **sizes)
 
     def _collect(self, rows: int) -> None:
         """Entries of all leaves to the host, where each node's range has its rows."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from bitplan.base.loops.launch import INTERPRETED
-from bitplan.trees.cuda.kernels import BINS, MOST_ROWS, cell_words
-from bitplan.trees.gradients import TreesError
+from bitplan.trees.cuda.kernels import BINS, MOST_ROWS
+from bitplan.trees.gradients import Array, GradientPrecision, TreesError
+from bitplan.trees.grow import GrowthRules
 
 
 def find_device() -> torch.device:
@@ -21,17 +23,24 @@ def find_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def refuse_processes(count: int) -> None:
-    """A GPU grows trees of rows that it has all of."""
-    if count > 1:
-        raise TreesError(
-            f"device='cuda': rows in several processes (here {count}) are not supported there; use device='cpu'"
-        )
+def refuse_unsupported(precision: GradientPrecision, rules: GrowthRules, categorical: Array, processes: int) -> None:
+    """One line for what the GPU's kernels do not do."""
+    if precision is GradientPrecision.F32:
+        wrong = "gradient_precision='f32'", "set gradient_precision='i16' or 'i8'"
+    elif np.any(categorical):
+        wrong = f"categorical features (feature {int(np.argmax(categorical))} is one)", "use device='cpu'"
+    elif np.any(rules.monotone):
+        wrong = "monotone_constraints", "use device='cpu'"
+    elif processes > 1:
+        wrong = f"rows in several processes (here {processes})", "use device='cpu'"
+    else:
+        return
+    raise TreesError(f"device='cuda': {wrong[0]} are not supported there; {wrong[1]}")
 
 
-def table_bytes(rows: int, features: int, slots: int, precise: bool) -> int:
-    """Beside the bins: two sides of entries, with float32 hessians beside precise ones; histograms."""
-    return rows * 2 * (12 if precise else 8) + slots * features * BINS * 8 * cell_words(precise)
+def table_bytes(rows: int, features: int, slots: int) -> int:
+    """Beside the bins: two sides of entries, histograms."""
+    return rows * 2 * 8 + slots * features * BINS * 16
 
 
 def check_memory(device: torch.device, rows: int, features: int, needed: int) -> None:

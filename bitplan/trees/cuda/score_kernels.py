@@ -12,7 +12,6 @@ One round's gradients on the GPU, in float32; they are rounded when a tree enter
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -20,29 +19,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.trees.cuda.kernels import BINS, ROUND, byte_of
+from bitplan.trees.cuda.kernels import BINS, byte_of
 from bitplan.trees.gradients import Array
 
 DOUBTFUL = 2**16  # rows that are listed; more, and the host computes all of them
 PARTS_COLUMNS = 5  # of a table of ranges of rows: start, stop, the first block, the side of the entries, the leaf
 _BINS, _DOUBTFUL, _COLUMNS = (tl.constexpr(each) for each in (BINS, DOUBTFUL, PARTS_COLUMNS))
-_ROW = tl.constexpr(0xFFFFFFFF)
+_ROW, _BYTES = tl.constexpr(0xFFFFFFFF), tl.constexpr(16)
 LESS, MORE = tl.constexpr(1.0 - 2.0**-49), tl.constexpr(1.0 + 2.0**-49)  # eight units in the last place of an `exp`
+ROUND = tl.constexpr(1.5 * 2.0**52)  # added and taken away it rounds numbers below 2^51 to whole ones, ties to even
 
 
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def squared_error(
-    y_ptr, scores_ptr, sample_weights_ptr, grads_ptr, hess_ptr, rows, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr, scores_ptr, weights_ptr, grads_ptr, hess_ptr, rows, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     grad = tl.load(scores_ptr + row, mask=inside, other=0.0) - tl.load(y_ptr + row, mask=inside, other=0.0)
     hess = tl.full([BLOCK], 1.0, tl.float64)
     if WEIGHTED:
-        hess = tl.load(sample_weights_ptr + row, mask=inside, other=0.0)
+        hess = tl.load(weights_ptr + row, mask=inside, other=0.0)
         grad = grad * hess
     tl.store(grads_ptr + row, grad.to(tl.float32), mask=inside)
     tl.store(hess_ptr + row, hess.to(tl.float32), mask=inside)
@@ -64,21 +64,13 @@ def _list_doubtful(doubtful_ptr, row, is_doubtful):
         tl.store(doubtful_ptr + 1 + place, row, mask=is_doubtful & (place < _DOUBTFUL))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def binary(
-    y_ptr,
-    scores_ptr,
-    sample_weights_ptr,
-    grads_ptr,
-    hess_ptr,
-    doubtful_ptr,
-    rows,
-    WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    y_ptr, scores_ptr, weights_ptr, grads_ptr, hess_ptr, doubtful_ptr, rows, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    weight = tl.load(sample_weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
+    weight = tl.load(weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
     y = tl.load(y_ptr + row, mask=inside, other=0.0)
     power = tl.exp(0.0 - tl.load(scores_ptr + row, mask=inside, other=0.0))
     low, high = 1.0 / (1.0 + power * MORE), 1.0 / (1.0 + power * LESS)
@@ -90,46 +82,46 @@ def binary(
     tl.store(hess_ptr + row, hess.to(tl.float32), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "classes"])
+@triton.jit
 def softmax(
     y_ptr,
     scores_ptr,
-    sample_weights_ptr,
+    weights_ptr,
     grads_ptr,
     hess_ptr,
     doubtful_ptr,
     factor_ptr,
     rows,
-    classes,
+    CLASSES: tl.constexpr,
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Scores, grads and hess (classes, rows)."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    weight = tl.load(sample_weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
+    weight = tl.load(weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
     y, factor = tl.load(y_ptr + row, mask=inside, other=0.0), tl.load(factor_ptr)
     top = tl.load(scores_ptr + row, mask=inside, other=0.0)
-    for place in range(1, classes):
-        top = tl.maximum(top, tl.load(scores_ptr + row + tl.full((), place, tl.int64) * rows, mask=inside, other=0.0))
+    for place in range(1, CLASSES):
+        top = tl.maximum(top, tl.load(scores_ptr + row + place * rows, mask=inside, other=0.0))
     least, most = top * 0.0, top * 0.0
-    for place in range(classes):
-        power = tl.exp(tl.load(scores_ptr + row + tl.full((), place, tl.int64) * rows, mask=inside, other=0.0) - top)
+    for place in range(CLASSES):
+        power = tl.exp(tl.load(scores_ptr + row + place * rows, mask=inside, other=0.0) - top)
         least, most = least + power * LESS, most + power * MORE
     is_doubtful = row < 0
-    for place in range(classes):
-        power = tl.exp(tl.load(scores_ptr + row + tl.full((), place, tl.int64) * rows, mask=inside, other=0.0) - top)
+    for place in range(CLASSES):
+        power = tl.exp(tl.load(scores_ptr + row + place * rows, mask=inside, other=0.0) - top)
         low, high = power * LESS / most, power * MORE / least
         is_class = tl.where(y == place, 1.0, 0.0)
         grad, other_grad = (low - is_class) * weight, (high - is_class) * weight
         hess, other_hess = factor * low * (1.0 - low) * weight, factor * high * (1.0 - high) * weight
         is_doubtful = is_doubtful | (grad.to(tl.float32) != other_grad.to(tl.float32)) | _differ(hess, other_hess)
-        tl.store(grads_ptr + row + tl.full((), place, tl.int64) * rows, grad.to(tl.float32), mask=inside)
-        tl.store(hess_ptr + row + tl.full((), place, tl.int64) * rows, hess.to(tl.float32), mask=inside)
+        tl.store(grads_ptr + row + place * rows, grad.to(tl.float32), mask=inside)
+        tl.store(hess_ptr + row + place * rows, hess.to(tl.float32), mask=inside)
     _list_doubtful(doubtful_ptr, row, is_doubtful & inside)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit
 def find_largest(grads_ptr, hess_ptr, tops_ptr, rows, BLOCK: tl.constexpr):
     """The bits of the largest |gradient| and of the largest hessian of each output, as whole numbers.
 
@@ -147,79 +139,76 @@ def find_largest(grads_ptr, hess_ptr, tops_ptr, rows, BLOCK: tl.constexpr):
     tl.atomic_max(tops_ptr + 2 * output + 1, tl.max(top_hess, 0).to(tl.int64), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def enter_floats(
     entries_ptr,
-    weights_ptr,
     grads_ptr,
     hess_ptr,
     rows_ptr,
     numbers_ptr,
     key_ptr,
     count,
-    PRECISE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     ALL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Make entries of gradients, as `trees.loops.histogram` does: rounded by the number of the row, or as they are,
-    with hessians beside them."""
+    """Round gradients as `trees.loops.gradients` does, by the number of the row, and make entries of them."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = at if ALL else tl.load(rows_ptr + at, mask=inside, other=0).to(tl.int64)
-    grad = tl.load(grads_ptr + row, mask=inside, other=0.0)
-    hess = tl.load(hess_ptr + row, mask=inside, other=0.0)
-    if PRECISE:
-        tl.store(entries_ptr + at, (grad.to(tl.int32, bitcast=True).to(tl.int64) << 32) + row, mask=inside)
-        tl.store(weights_ptr + at, hess, mask=inside)
+    grad = tl.load(grads_ptr + row, mask=inside, other=0.0).to(tl.float64) * tl.load(numbers_ptr)
+    hess = tl.load(hess_ptr + row, mask=inside, other=0.0).to(tl.float64) * tl.load(numbers_ptr + 1)
+    if STOCHASTIC:
+        word = tl.load(key_ptr).to(tl.uint64, bitcast=True) + row.to(tl.uint64) * 0x9E3779B97F4A7C15
+        word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
+        word = (word ^ (word >> 27)) * 0x94D049BB133111EB
+        word = word ^ (word >> 31)
+        grad += (word >> 32).to(tl.int64).to(tl.float64) * (2.0**-32)
+        hess += (word & 0xFFFFFFFF).to(tl.int64).to(tl.float64) * (2.0**-32)
     else:
-        code, weight = grad.to(tl.float64) * tl.load(numbers_ptr), hess.to(tl.float64) * tl.load(numbers_ptr + 1)
-        if STOCHASTIC:
-            word = tl.load(key_ptr).to(tl.uint64, bitcast=True) + row.to(tl.uint64) * 0x9E3779B97F4A7C15
-            word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9
-            word = (word ^ (word >> 27)) * 0x94D049BB133111EB
-            word = word ^ (word >> 31)
-            code += (word >> 32).to(tl.int64).to(tl.float64) * (2.0**-32)
-            weight += (word & 0xFFFFFFFF).to(tl.int64).to(tl.float64) * (2.0**-32)
-        else:
-            code, weight = code + 0.5, weight + 0.5
-        codes, weights = tl.floor(code).to(tl.int64), tl.floor(weight).to(tl.int64)
-        codes, weights = tl.minimum(tl.maximum(codes, -32767), 32767), tl.minimum(weights, 65535)
-        tl.store(entries_ptr + at, (codes << 48) + (weights << 32) + row, mask=inside)
+        grad, hess = grad + 0.5, hess + 0.5
+    grad, hess = tl.floor(grad).to(tl.int64), tl.floor(hess).to(tl.int64)
+    grad, hess = tl.minimum(tl.maximum(grad, -32767), 32767), tl.minimum(hess, 65535)
+    tl.store(entries_ptr + at, (grad << 48) + (hess << 32) + row, mask=inside)
 
 
 # ---- leaves ----------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _part_of(parts_ptr, block, parts, BLOCK: tl.constexpr):
+def _part_of(parts_ptr, block, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """(places in the entries, which of them are there, the side, the leaf) of a block of rows."""
-    low, high = parts * 0, parts  # the last part whose first block is not behind
-    while high - low > 1:
-        middle = (low + high) // 2
-        is_behind = tl.load(parts_ptr + middle * _COLUMNS + 2) > block
-        low, high = tl.where(is_behind, low, middle), tl.where(is_behind, middle, high)
-    of = parts_ptr + low * _COLUMNS
+    firsts = tl.load(parts_ptr + tl.arange(0, PARTS) * _COLUMNS + 2)
+    of = parts_ptr + (tl.sum((firsts <= block).to(tl.int32), 0) - 1) * _COLUMNS
     at = tl.load(of) + (block - tl.load(of + 2)) * BLOCK + tl.arange(0, BLOCK)
     return at, at < tl.load(of + 1), tl.load(of + 3), tl.load(of + 4)
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "blocks"])
-def collect_rows(parts_ptr, entries_ptr, rows, parts, blocks, BLOCK: tl.constexpr):
+@triton.jit
+def collect_rows(parts_ptr, entries_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Copy rows that lie on the other side of `entries` to the same place of its first side."""
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        at, inside, side, _leaf = _part_of(parts_ptr, block, parts, BLOCK)
+        at, inside, side, _leaf = _part_of(parts_ptr, block, PARTS, BLOCK)
         if side == 1:
             tl.store(entries_ptr + at, tl.load(entries_ptr + rows + at, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "blocks"])
+@triton.jit
 def sum_leaves(
-    parts_ptr, entries_ptr, grads_ptr, hess_ptr, numbers_ptr, sums_ptr, rows, parts, blocks, BLOCK: tl.constexpr
+    parts_ptr,
+    entries_ptr,
+    grads_ptr,
+    hess_ptr,
+    numbers_ptr,
+    sums_ptr,
+    rows,
+    blocks,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Sums of float32 gradients and hessians over the rows of each leaf, as multiples of units."""
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        at, inside, side, leaf = _part_of(parts_ptr, block, parts, BLOCK)
+        at, inside, side, leaf = _part_of(parts_ptr, block, PARTS, BLOCK)
         row = tl.load(entries_ptr + side * rows + at, mask=inside, other=0) & _ROW
         grad = tl.load(grads_ptr + row, mask=inside, other=0.0).to(tl.float64) * tl.load(numbers_ptr)
         hess = tl.load(hess_ptr + row, mask=inside, other=0.0).to(tl.float64) * tl.load(numbers_ptr + 1)
@@ -228,19 +217,19 @@ def sum_leaves(
         tl.atomic_add(sums_ptr + 2 * leaf + 1, tl.sum(weights, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "parts", "blocks"])
-def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, parts, blocks, BLOCK: tl.constexpr):
+@triton.jit
+def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the value of its leaf to the score of each row."""
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
-        at, inside, side, leaf = _part_of(parts_ptr, block, parts, BLOCK)
+        at, inside, side, leaf = _part_of(parts_ptr, block, PARTS, BLOCK)
         row = tl.load(entries_ptr + side * rows + at, mask=inside, other=0) & _ROW
         score = tl.load(scores_ptr + row, mask=inside, other=0.0)
         tl.store(scores_ptr + row, score + tl.load(values_ptr + leaf), mask=inside)
 
 
-@triton.jit(do_not_specialize=["count", "rows", "depth", "width", "row_bytes"])
+@triton.jit
 def walk_rows(
-    rows_ptr,
+    numbers_ptr,
     bins_ptr,
     features_ptr,
     left_bins_ptr,
@@ -251,19 +240,18 @@ def walk_rows(
     count,
     rows,
     depth,
-    width,
-    row_bytes,
+    WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """The same for rows that the tree was not grown from: each goes down the tree."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
-    row = tl.load(rows_ptr + at, mask=inside, other=0).to(tl.int64)
+    row = tl.load(numbers_ptr + at, mask=inside, other=0).to(tl.int64)
     node = tl.zeros([BLOCK], tl.int32)
     for _step in range(depth):
         here = tl.maximum(node, 0)
         feature = tl.load(features_ptr + here).to(tl.int32)
-        byte = ((feature // width).to(tl.int64) * rows + row) * row_bytes + byte_of(feature % width, row, width)
+        byte = ((feature // WIDTH).to(tl.int64) * rows + row) * _BYTES + byte_of(feature % WIDTH, row, WIDTH)
         goes_left = tl.load(left_bins_ptr + here * _BINS + tl.load(bins_ptr + byte).to(tl.int32))
         child = tl.where(goes_left > 0, tl.load(left_ptr + here), tl.load(right_ptr + here))
         node = tl.where(node >= 0, child, node)
@@ -272,101 +260,40 @@ def walk_rows(
     tl.store(scores_ptr + row, score + tl.load(values_ptr + leaf), mask=inside)
 
 
-# ---- prediction ------------------------------------------------------------------------------------------------------
-
-
-@triton.jit(do_not_specialize=["count", "trees", "outputs", "set_words", "row_stride", "feature_stride"])
-def add_trees(
-    table_ptr,
-    roots_ptr,
-    leaf_starts_ptr,
-    feature_ptr,
-    values_ptr,
-    limits_ptr,
-    missing_ptr,
-    category_ptr,
-    sets_ptr,
-    left_ptr,
-    right_ptr,
-    scores_ptr,
-    count,
-    trees,
-    outputs,
-    set_words,
-    row_stride,
-    feature_stride,
-    BLOCK: tl.constexpr,
-):
-    """Add to the score of each row and output the values of the leaves that its numbers lead to, tree after tree."""
-    output = tl.program_id(1)
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < count
-    score = tl.load(scores_ptr + at * outputs + output, mask=inside, other=0.0)
-    for tree in range(output, trees, outputs):
-        root, leaves = tl.load(roots_ptr + tree), tl.load(leaf_starts_ptr + tree)
-        node = tl.zeros([BLOCK], tl.int32)
-        if tl.load(roots_ptr + tree + 1) == root:
-            node = node - 1  # a single leaf
-        going = tl.sum((node >= 0).to(tl.int32), 0)
-        while going > 0:
-            here = root + tl.maximum(node, 0)
-            where = at * row_stride + tl.load(feature_ptr + here).to(tl.int64) * feature_stride
-            number = tl.load(table_ptr + where, mask=inside, other=0.0).to(tl.float64)
-            goes_left = (number <= tl.load(limits_ptr + here)).to(tl.int32)
-            category = tl.load(category_ptr + here)
-            is_set = (category >= 0) & (number > -1.0) & (number < 32.0 * set_words)
-            code = tl.where(is_set, number, 0.0).to(tl.int64)  # the fraction is cut off
-            word = tl.load(sets_ptr + category.to(tl.int64) * set_words + (code >> 5), mask=is_set, other=0)
-            in_set = ((word >> (code & 31).to(tl.int32)) & 1).to(tl.int32)
-            goes_left = tl.where(category >= 0, in_set, goes_left)
-            goes_left = tl.where(number == number, goes_left, tl.load(missing_ptr + here).to(tl.int32))
-            child = tl.where(goes_left > 0, tl.load(left_ptr + here), tl.load(right_ptr + here))
-            node = tl.where(node >= 0, child, node)
-            going = tl.sum((node >= 0).to(tl.int32), 0)
-        score += tl.load(values_ptr + leaves + (-1 - node))
-    tl.store(scores_ptr + at * outputs + output, score, mask=inside)
-
-
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
 BLOCK = 1024
-# How kernels are compiled, for rows and for rows of leaves
-OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
-LEAF_OPTIONS: dict[str, Any] = {"num_warps": 8, "enable_fp_fusion": False}
 
 
 @dataclass(frozen=True)
 class CudaGradients:
-    """float32 gradients and hessians of all rows, and how they are to be rounded; no key: to nearest. `precise` ones
-    are not: their scales are units of sums."""
+    """float32 gradients and hessians of all rows, and how they are to be rounded; no key: to nearest."""
 
     grads: Tensor
     hessians: Tensor
     grad_scale: float
     hess_scale: float
     key: int | None
-    precise: bool = False
 
-    def enter(self, entries: Tensor, weights: Tensor, rows: Array | range) -> None:
-        """Write the entries of some rows, and the hessians of precise ones."""
+    def enter(self, entries: Tensor, rows: Array | range) -> None:
+        """Write the entries of some rows."""
         device = entries.device
         inverse = [1.0 / scale if scale else 0.0 for scale in (self.grad_scale, self.hess_scale)]
         key = np.array([self.key or 0], np.uint64).view(np.int64)
         is_all = isinstance(rows, range)
-        numbers = self.grads.view(torch.int32) if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(device)
+        numbers = self.grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(device)
         enter_floats[(triton.cdiv(max(len(rows), 1), BLOCK),)](
             entries,
-            weights,
             self.grads,
             self.hessians,
             numbers,
             torch.tensor(inverse, dtype=torch.float64).to(device),
             torch.from_numpy(key).to(device),
             len(rows),
-            PRECISE=self.precise,
             STOCHASTIC=self.key is not None,
             ALL=is_all,
             BLOCK=BLOCK,
-            **OPTIONS,
+            num_warps=4,
+            enable_fp_fusion=False,
         )

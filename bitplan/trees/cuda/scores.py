@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
 from bitplan.trees.cuda import score_kernels as kernels
-from bitplan.trees.cuda.compiling import GRADIENTS
 from bitplan.trees.cuda.grower import CudaTreeGrower
 from bitplan.trees.cuda.limits import check_memory
 from bitplan.trees.cuda.score_kernels import BLOCK, CudaGradients
 from bitplan.trees.gradients import FAR_SUMS, QUANTIZED, Array, GradientPrecision, far_scale, few_of, largest, units
 from bitplan.trees.grow import Grown, GrowthRules, newton_steps
-from bitplan.trees.objectives import Multiclass, Objective, SquaredError
+from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError
 from bitplan.trees.tree import Tree
 
 LOOKERS = 528  # programs that look for the largest gradient
+# Another objective's gradients are the host's.
+_KNOWN = (SquaredError, Binary, Multiclass)
 
 
 def has_gradients(objective: Objective) -> bool:
-    """Whether the GPU computes them; another objective's are the host's."""
-    return type(objective) in GRADIENTS
+    """Whether the GPU computes them."""
+    return type(objective) in _KNOWN
 
 
 class _Magnitudes:
@@ -56,7 +55,7 @@ class CudaScores:
         rules: GrowthRules,
     ) -> None:
         self._objective, self._y, self._weights, self._grower = objective, y, weights, grower
-        self._precision, self._renews, self._rules = precision, renew_leaves, rules
+        self._ends, self._renews, self._rules = QUANTIZED[precision].ends, renew_leaves, rules
         device = self._device = grower.device
         count, outputs = scores.shape
         check_memory(device, count, grower.features, count * (16 * outputs + (8 if len(weights) else 0) + 8))
@@ -87,21 +86,22 @@ class CudaScores:
     def _launch(self) -> None:
         objective, count, outputs = self._objective, len(self._y), len(self._grads)
         pointers = self._y_there, self._scores, self._weights_there, self._grads, self._hess
-        shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, **kernels.OPTIONS}
+        shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
         grid = (triton.cdiv(max(count, 1), BLOCK),)
-        more: tuple[Any, ...] = () if type(objective) is SquaredError else (self._doubtful,)
-        numbers: tuple[int, ...] = (count,)
-        if type(objective) is Multiclass:
+        if isinstance(objective, SquaredError):
+            kernels.squared_error[grid](*pointers, count, **shape)
+        elif isinstance(objective, Binary):
+            kernels.binary[grid](*pointers, self._doubtful, count, **shape)
+        else:
             factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
-            more, numbers = (*more, factor), (count, outputs)
-        GRADIENTS[type(objective)][grid](*pointers, *more, *numbers, **shape)
+            kernels.softmax[grid](*pointers, self._doubtful, factor, count, CLASSES=outputs, **shape)
 
     def _look(self) -> tuple[int, Array]:
         """How many rows are doubtful; for each output the largest gradient and hessian."""
         outputs, count = self._grads.shape
         programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if self._device.type == "cuda" else 1
         tops = self._grads, self._hess, self._seen, count
-        kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, **kernels.OPTIONS)
+        kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, num_warps=4)
         seen = self._seen[: self._doubtful_at + 1].cpu().numpy()
         bits = seen[:-1].astype(np.int32).reshape(outputs, 2)
         return int(seen[-1]), bits.view(np.float32).astype(np.float64)
@@ -119,13 +119,10 @@ class CudaScores:
         self._hess[:, rows] = torch.from_numpy(hess).to(self._device)
 
     def prepare(self, output: int, key: int | None) -> CudaGradients:
-        parts, tops = (self._grads[output], self._hess[output]), self._tops[output].tolist()
-        if self._precision is GradientPrecision.F32:
-            return CudaGradients(*parts, *units(*tops, len(self._y)), key, precise=True)
-        few, ends = few_of(len(self._y)), QUANTIZED[self._precision].ends
+        parts, few = (self._grads[output], self._hess[output]), few_of(len(self._y))
         scales = [
             far_scale(_Magnitudes(part), top, end, far, few)
-            for part, top, end, far in zip(parts, tops, ends, FAR_SUMS, strict=True)
+            for part, top, end, far in zip(parts, self._tops[output].tolist(), self._ends, FAR_SUMS, strict=True)
         ]
         return CudaGradients(*parts, scales[0], scales[1], key)
 
@@ -147,7 +144,7 @@ class CudaScores:
         self._grower.launch_on_leaves(kernels.add_values, values, scores)
         if not len(unused):
             return
-        panels, width, row_bytes = self._grower.panels
+        panels, width = self._grower.panels
         rows = self._there(unused.astype(np.int32))
         tables = [self._there(each) for each in (grown.columns, grown.left_bins, tree.left, tree.right)]
         kernels.walk_rows[(triton.cdiv(len(unused), BLOCK),)](
@@ -159,10 +156,10 @@ class CudaScores:
             len(unused),
             len(self._y),
             self._grower.depth,
-            width,
-            row_bytes,
+            WIDTH=width,
             BLOCK=BLOCK,
-            **kernels.OPTIONS,
+            num_warps=4,
+            enable_fp_fusion=False,
         )
 
     def _there(self, numbers: Array) -> Tensor:

@@ -42,10 +42,8 @@ def _note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ign
     for i in range(3):
         nodes[child, split.LEFT_GRAD + i] = found[there.RESULT_LEFT + i]
     nodes[child, split.GROUPS_BELOW] = nodes[child, split.GROUPS] & by_feature[feature, split.FEATURE_GROUPS]
-    is_set = found[there.RESULT_BIN] < 0
     for bin_ in range(split.MISSING):
-        in_set = (found[there.RESULT_SET + (bin_ >> 6)] >> (bin_ & 63)) & 1
-        goes_left[child, bin_] = in_set if is_set else bin_ <= found[there.RESULT_BIN]
+        goes_left[child, bin_] = bin_ <= found[there.RESULT_BIN]
     goes_left[child, split.MISSING] = found[there.RESULT_MISSING_LEFT]
 
 
@@ -102,7 +100,7 @@ def next_wave(  # type: ignore[no-untyped-def]
         count += 1
     table[:] = 0
     blocks, all_rows = np.int64(0), np.int64(0)
-    for k in range(table.shape[0] - 1):
+    for k in range(most):
         here = table[k]
         here[there.SMALL_SLOT], here[there.LARGE_SLOT] = -1, -1
         here[there.FIRST_BLOCK], here[there.FIRST_SEGMENT] = FAR_AWAY, FAR_AWAY
@@ -117,9 +115,6 @@ def next_wave(  # type: ignore[no-untyped-def]
         here[there.SIDE], here[there.SMALL_SIDE] = nodes[node, split.DEPTH] & 1, 1 - (nodes[node, split.DEPTH] & 1)
         here[there.FEATURE], here[there.BIN] = nodes[node, split.FEATURE], nodes[node, split.BIN]
         here[there.MISSING_LEFT], here[there.GROUPS] = nodes[node, split.MISSING_LEFT], nodes[node, split.GROUPS_BELOW]
-        if nodes[node, split.BIN] < 0:
-            for bin_ in range(split.MISSING):
-                here[there.LEFT_SET + (bin_ >> 6)] |= np.int64(goes_left[node, bin_]) << (bin_ & 63)
         here[there.FIRST_BLOCK] = blocks
         blocks += (here[there.STOP] - here[there.START] + sizes[0] - 1) // sizes[0]
         if small >= 0:
@@ -127,11 +122,7 @@ def next_wave(  # type: ignore[no-untyped-def]
             here[there.SMALL_SLOT], here[there.LARGE_SLOT] = free[free[-1]], nodes[node, split.SLOT]
             here[there.SMALL_START], here[there.SMALL_STOP] = nodes[small, split.START], nodes[small, split.STOP]
             all_rows += here[there.SMALL_STOP] - here[there.SMALL_START]
-            large = 2 * nodes[node, split.CHILD] + 1 - small
-            for i in range(2):
-                here[there.SMALL_LOW + i] = same_bits(reals[small, split.LOW + i], np.int64)
-                here[there.LARGE_LOW + i] = same_bits(reals[large, split.LOW + i], np.int64)
-    table[-1, there.NODES], table[-1, there.BLOCKS] = count, blocks
+    table[most, there.NODES], table[most, there.BLOCKS] = count, blocks
     _set_segments(table, count, all_rows, sizes)
     return count
 
@@ -144,8 +135,6 @@ def root_wave(table, rows, slot, sizes):  # type: ignore[no-untyped-def]
         table[k, there.SMALL_SLOT], table[k, there.LARGE_SLOT] = -1, -1
         table[k, there.FIRST_BLOCK], table[k, there.FIRST_SEGMENT] = FAR_AWAY, FAR_AWAY
     table[0, there.SMALL_STOP], table[0, there.SMALL_SLOT], table[0, there.GROUPS] = rows, slot, -1
-    table[0, there.SMALL_LOW] = same_bits(np.float64(-np.inf), np.int64)
-    table[0, there.SMALL_HIGH] = same_bits(np.float64(np.inf), np.int64)
     table[-1, there.NODES] = 1
     _set_segments(table, 1, rows, sizes)
 

@@ -38,6 +38,10 @@ LARGE_POWER = 900  # of two: with less, and 61 bits more, float64 are normal num
 MAX_ROWS = 2**48  # of all processes: what no table has
 
 
+class TreesError(BitplanError, ValueError):
+    """Data, settings or a model that boosted trees cannot work with."""
+
+
 class ProcessLostError(BitplanError, RuntimeError):
     """Another process of a distributed fit failed, died or hangs; this one has stopped too."""
 

@@ -31,15 +31,26 @@ def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
     given = rows, 0, grads, hess, 0, 1.0, 1.0, np.uint64(0), False, entries
     kinds: Any = tuple(map(numba.typeof, given))
     loop = histogram.enter_codes.py_func
-    made = prepared_code.rebuilt(loop, kinds, cpu_target.target_context, prepared_code.OBJECT)
+    made = prepared_code.rebuilt(loop, kinds, cpu_target.target_context)
     if not (sys.platform == "linux" and platform.machine() == "x86_64" and numba.__version__.startswith("0.68.")):
         assert made is None
         pytest.skip("no loops were prepared for this machine")
     made.entry_point(*given)
     assert entries.view(np.int64).tolist() == [(-3 << 48) + (6 << 32) + 2, (1 << 48) + (4 << 32)]
-    for other in (kinds[:3], prepared_code.OBJECT), (kinds, prepared_code.BITCODE):
-        assert prepared_code.rebuilt(loop, other[0], cpu_target.target_context, other[1]) is None
+    assert prepared_code.rebuilt(loop, kinds[:3], cpu_target.target_context) is None
     assert prepared_code.name_of(lambda: made, ()) is None, "it closes over more than numbers"
+
+
+def test_a_processor_that_lacks_what_the_objects_need_has_none(monkeypatch) -> None:
+    features = dict.fromkeys((*prepared_code.FEATURES, *prepared_code.WIDE_FEATURES), True)
+    monkeypatch.setattr(prepared_code, "_has", lambda wanted: all(features[name] for name in wanted))
+    with zipfile.ZipFile(prepared_code.FILE) as file:
+        loops = json.loads(file.read(prepared_code.INDEX))["loops"]
+    assert {name.split("(")[0].split("[")[0] for name, entry in loops.items() if "wide" in entry} >= {
+        "bitplan.trees.loops.predict.add_trees"
+    }
+    features["avx2"] = False
+    assert prepared_code._loops.__wrapped__() == ({}, b"")
 
 
 @pytest.mark.parametrize("damage", ["empty", "code", "index"])

@@ -180,7 +180,7 @@ def test_the_table_reads_well(capsys):
     assert run([*command, "--batch", "3", "--threads", "1"]) == 0
     out = capsys.readouterr().out
     assert "llama on text.txt: 90 tokens scored, 6 windows of 16" in out
-    for message in ("reference: llama", "noise floor", "int4_g32", "bits/weight", "KL / floor", "95% interval"):
+    for message in ("reference: llama", "noise floor", "int4_g32", "bits a weight", "KL / floor", "95% interval"):
         assert message in out
 
 

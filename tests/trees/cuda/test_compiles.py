@@ -13,57 +13,58 @@ from tests.processes import compile_with_triton
 pytest.importorskip("triton")
 
 PROGRAM = """
-import itertools, sys
+import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.trees.cuda import compiling, kernels, score_kernels
-from bitplan.trees.objectives import Binary, Gamma, Multiclass, SquaredError
+from bitplan.trees.cuda import binning, kernels, score_kernels
 
-OPTIONS = ("num_warps", "enable_fp_fusion")
-NAMES = {"int64": "i64", "int32": "i32", "uint8": "u8", "float32": "fp32", "float64": "fp64"}
+KINDS = dict(bins_ptr="*u8", columns_ptr="*u8", grads_ptr="*i8", hess_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64")
+KINDS |= dict.fromkeys(("numbers_ptr", "y_ptr", "scores_ptr", "weights_ptr", "values_ptr", "factor_ptr"), "*fp64")
+KINDS |= dict.fromkeys(("rows", "features", "count", "blocks", "depth", "first", "row_stride", "feature_stride"), "i32")
+WAVE = dict(WIDTH=14, K=32)
 
 
-def build(kernel, constants):
-    options = {name: constants[name] for name in OPTIONS if name in constants}
-    constants = {name: value for name, value in constants.items() if name not in OPTIONS}
-    given = compiling.arguments_of(kernel, constants, compiling.TABLE_KINDS["float32"])
-    names = [name for name in kernel.arg_names if name not in constants]
-    types = ["i32" if kind == 2 else "*" + NAMES[str(kind).removeprefix("torch.")] for kind in given]
-    kinds = dict(zip(names, types, strict=True))
+def build(kernel, warps, **constants):
+    names = kernel.arg_names[: -len(constants)]
+    assert kernel.arg_names == names + list(constants), kernel
+    floats = dict(grads_ptr="*fp32", hess_ptr="*fp32", left_bins_ptr="*u8", left_ptr="*i32", right_ptr="*i32")
+    floats |= dict(numbers_ptr="*i32") if kernel is score_kernels.walk_rows else {}
+    floats |= dict(numbers_ptr="*fp32", limits_ptr="*fp64", bins_ptr="*u8") if kernel is binning.bin_numbers else {}
+    known = KINDS | floats if kernel.fn.__module__ != kernels.__name__ else KINDS
+    kinds = {name: known.get(name, "*i64") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
     signature = kinds | dict.fromkeys(constants, "constexpr")
     source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = {"num_warps": warps, "enable_fp_fusion": False}
     made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     print("compiled", kernel.fn.__name__)
-    return made.asm["ptx"], made.metadata.shared
+    return made.asm["ptx"]
 
 
-few = dict(weighted=False, stochastic=True, renews=True)
-plain = list(compiling.needed(Binary(), precise=False, kind=kernels.PLAIN, categories=False, **few))
-ptx, _ = build(*plain[0])
-assert plain[0][0] is kernels.judge_features and "fma.rn.f64" not in ptx and "div.rn.f64" in ptx
+ptx = build(kernels.judge_features, 2, K=32, HAS_L1=False)
+assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx
 if sys.argv[1] == "all":
-    more = dict(weighted=True, stochastic=False, renews=False)
-    fits = [
-        plain,
-        compiling.needed(SquaredError(), precise=True, kind=kernels.WITH_L1, categories=True, **more),
-        compiling.needed(Multiclass(3), precise=True, kind=kernels.MONOTONE, categories=True, **more),
-        compiling.needed(Gamma(), precise=False, kind=kernels.MONOTONE, categories=True, **few),
-    ]
-    by_row = {"BLOCK": 1024, **score_kernels.OPTIONS}
-    others = [(score_kernels.walk_rows, by_row), (score_kernels.add_trees, by_row)]
-    for kernel, constants in itertools.chain(*fits, others):
-        ptx, shared = build(kernel, constants)
-        assert ".local" not in ptx
-        if kernel is kernels.add_rows:
-            atomics, cells = (5 * 8, 40960) if constants["PRECISE"] else (2 * 16, 32768)
-            assert ptx.count("red.shared.add.u32") == atomics, "for each bin"
-            assert cells + shared <= 49152, "what a program has without asking"
-        if kernel in (kernels.judge_features, score_kernels.enter_floats):
-            assert "fma.rn.f64" not in ptx
-        if kernel is score_kernels.binary:
-            assert "fma.rn.f64" in ptx, "of exp"
+    shared = dict(IN_GROUPS=2, K=32, SHARED=True, TILE=kernels.TILE, TILES=kernels.TILES)
+    ptx = build(kernels.add_rows, 16, WIDTH=14, **shared)
+    assert ptx.count("red.shared.add.u32") == 2 * 14, "two atomics a bin"
+    assert ".local" not in ptx
+    build(kernels.part_rows, 8, **WAVE, BLOCK=1024)
+    build(kernels.pick_features, 1, K=32, WIDE=32)
+    build(kernels.judge_features, 2, K=32, HAS_L1=True)
+    build(kernels.lay_out, 4, WIDTH=14, BLOCK=1024)
+    parts = dict(PARTS=512, BLOCK=1024)
+    for kernel in (score_kernels.collect_rows, score_kernels.sum_leaves, score_kernels.add_values):
+        build(kernel, 8, **parts)
+    shape = dict(WEIGHTED=True, BLOCK=1024)
+    build(score_kernels.squared_error, 4, **shape)
+    assert "fma.rn.f64" in build(score_kernels.binary, 4, **shape), "of exp"
+    build(score_kernels.softmax, 4, CLASSES=3, **shape)
+    rounding = dict(STOCHASTIC=True, ALL=True, BLOCK=1024)
+    assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)
+    build(score_kernels.walk_rows, 4, WIDTH=14, BLOCK=1024)
+    build(score_kernels.find_largest, 4, BLOCK=1024)
+    build(binning.bin_numbers, 4, WIDTH=14, BLOCK=1024)
 """
 
 
