@@ -190,7 +190,8 @@ def time_steps(given: argparse.Namespace) -> dict[str, Any]:
     compilation = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"} if given.graphs_alone else {}
     with tempfile.TemporaryDirectory() as name:
         folder, jobs = Path(name), []
-        save_tiny(folder / "tiny", "llama", **SIZES, num_hidden_layers=16, tie_word_embeddings=False)
+        sizes: dict[str, Any] = {**SIZES, "num_hidden_layers": 16, "tie_word_embeddings": False}
+        save_tiny(folder / "tiny", "llama", **sizes)
         for number, way in enumerate(given.speed):
             exported, (fmt, _, inputs) = folder / f"{number}", way.partition("@")
             if fmt == "bfloat16":
