@@ -67,7 +67,12 @@ def _join_attention(model: Any) -> str | None:
     """Give a model on a GPU the attention that reads codes; gives the name of its own, None where it keeps that."""
     own = getattr(model.config, "_attn_implementation", None)
     device = next((parameter.device for parameter in model.parameters()), None)
-    if device is None or device.type != "cuda" or own != "sdpa" or not model._supports_attention_backend:
+    if (
+        device is None
+        or device.type != "cuda"
+        or own != "sdpa"
+        or not getattr(model, "_supports_attention_backend", False)
+    ):
         return None
     from bitplan.packed import kv_attention
 
