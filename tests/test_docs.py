@@ -138,8 +138,12 @@ def prepared(tmp_path_factory, tiny_llama):
     return folder
 
 
+SEED = 0
+
+
 @pytest.mark.parametrize(("code", "shown"), blocks("python"))
 def test_snippet_runs(code, shown, tmp_path, monkeypatch):
+    code = f"import torch; torch.manual_seed({SEED})\n{code}"  # random numbers are the same in every run
     if "from bitplan.trees import" in code:  # here, where compiled loops stay loaded: that takes two seconds
         monkeypatch.chdir(tmp_path)
         printed = run_python(code)

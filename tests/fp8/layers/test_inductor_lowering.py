@@ -82,7 +82,7 @@ def test_every_operator_has_a_function_and_is_bound() -> None:
     pytest.importorskip("triton")
     from bitplan.fp8.layers.bound_operators import BINDERS
 
-    assert set(linear_function.FUNCTIONS) == set(BINDERS)
+    assert {name for name in linear_function.FUNCTIONS if name.startswith("fp8_")} == set(BINDERS)
 
 
 def test_operators_keep_torchs_rules() -> None:
