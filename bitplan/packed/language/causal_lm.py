@@ -153,7 +153,8 @@ class CausalLM:
         """Refuse a context beyond the model's positions: perplexity there says nothing about its weights."""
         if self.positions is not None and context > self.positions:
             raise MeasureError(
-                f"{self.where}: context must be {self.positions} or less, as the model has, got {context}"
+                f"{self.where}: context must be {self.positions} or less, as the model has, got {context}; "
+                "ask for fewer tokens"
             )
 
     def encode(self, text: str) -> Tensor:
