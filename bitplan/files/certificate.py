@@ -39,7 +39,7 @@ from bitplan.files.model_card import CARD, base_model
 from bitplan.files.tensor_bytes import DOCUMENT, SEAL, sealed_sha256
 from bitplan.formats import get_format
 from bitplan.plan.names import natural_order
-from bitplan.plan.plan import PLAN_NAME, Plan
+from bitplan.plan.plan import PACKED_PLAN, PLAN_NAME, Plan
 
 VERSION = 1
 EVIDENCE_FILE = "bitplan_evidence.json"
@@ -47,7 +47,6 @@ SEARCH_FILES = (
     *("evidence.json", "evidence.safetensors", "statistics.safetensors"),
     *(PLAN_NAME, "front.json", "report.html"),
 )
-PACKED_PLAN = "bitplan_plan.json"  # of a packed folder
 MOST_EVIDENCE_BYTES = 2**22  # a larger document of a search is left out of the certificate
 _HASH = Kind("64 hexadecimal digits", lambda value: type(value) is str and bool(re.fullmatch("[0-9a-f]{64}", value)))
 _KEYS = {

@@ -38,7 +38,7 @@ from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
-from bitplan.files.certificate import EVIDENCE_FILE, PACKED_PLAN, settled_certificate, write_certificate
+from bitplan.files.certificate import EVIDENCE_FILE, settled_certificate, write_certificate
 from bitplan.files.model_card import CARD, PICTURE, is_card_of_ours, write_card
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
@@ -49,7 +49,7 @@ from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan.format_choices import multiplied_names
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed, natural_order
-from bitplan.plan.plan import Plan
+from bitplan.plan.plan import PACKED_PLAN, Plan
 from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
 
 log = logging.getLogger("bitplan")

@@ -42,7 +42,7 @@ from bitplan.formats.elements import ITEM_BYTES
 from bitplan.formats.input_formats import input_format
 from bitplan.plan.names import listed, natural_order, number_ranges, split_layer
 
-PLAN_NAME = "plan.json"
+PLAN_NAME, PACKED_PLAN = "plan.json", "bitplan_plan.json"  # in the folder of a search, and in a packed one
 DOCUMENT = "bitplan-plan"
 VERSION = 1
 BF16_BYTES = 2
@@ -223,13 +223,17 @@ class PlanDiff:
 
 
 def plan_file(path: str | Path) -> Path:
-    """The file of a plan: itself, or plan.json in a folder that a search wrote."""
+    """The file of a plan: itself, or the one in a folder that a search wrote, or in a packed one."""
     path = Path(path)
     if not path.is_dir():
         return path
-    if not (path / PLAN_NAME).is_file():
-        raise PlanFileError(f"{path}: a folder without {PLAN_NAME}; give a plan's file, or what `bitplan search` wrote")
-    return path / PLAN_NAME
+    for name in (PLAN_NAME, PACKED_PLAN):
+        if (path / name).is_file():
+            return path / name
+    raise PlanFileError(
+        f"{path}: a folder without {PLAN_NAME} or {PACKED_PLAN}; give a plan's file, or what `bitplan search` or "
+        "`bitplan quantize` wrote"
+    )
 
 
 class Plan(Mapping[str, Choice]):

@@ -142,6 +142,8 @@ def test_the_verbs_read_them_all(folder, tmp_path, capsys):
 def test_a_folder_of_a_search_is_its_plan(tmp_path):
     Plan({"w": Planned(Choice("int8_row", "given"))}).save(tmp_path / "plan.json")
     assert read_plan(tmp_path)["w"].format == Plan.load(tmp_path)["w"].format == "int8_row"
-    (tmp_path / "plan.json").unlink()
-    with pytest.raises(PlanFileError, match="a folder without plan\\.json"):
+    (tmp_path / "plan.json").rename(tmp_path / "bitplan_plan.json")
+    assert read_plan(tmp_path)["w"].format == "int8_row"  # as in a packed folder
+    (tmp_path / "bitplan_plan.json").unlink()
+    with pytest.raises(PlanFileError, match="a folder without plan\\.json or bitplan_plan\\.json"):
         read_plan(tmp_path)
