@@ -15,6 +15,7 @@ Codes are multiplied in bfloat16 (they are exact there, groups' numbers are roun
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,17 +84,27 @@ class JoinedRows:
     tokens: int = 0
     capacity: int = 0
     parts: list[dict[str, Tensor]] = field(default_factory=lambda: [{}, {}])
-    launches: Any = None
+    append_launch: PreparedLaunch | None = None
+    attend_launches: dict[tuple[int, float], Any] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> JoinedRows:
+        """Rows of their own; launches belong to the memory that they were prepared for."""
+        parts = [{name: part.clone() for name, part in of.items()} for of in self.parts]
+        given = (self.formats, self.width, self.dtype, copy.deepcopy(self.shared, memo), self.tokens, self.capacity)
+        return JoinedRows(*given, parts)
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what copy and pickle ask for
+            raise AttributeError(name)
         raise MeasureError(
             f"a model's attention asked a cache of codes for its {name}: it was made for a model that reads codes; "
             "call round_kv(model, formats), or start with a new cache"
         )
 
-    def rows(self, which: int) -> dict[str, Tensor]:
-        """The parts of the keys (0) or values (1) that are there."""
-        return {name: part[:, :, : self.tokens] for name, part in self.parts[which].items()}
+    def rows(self, which: int) -> PackedRows:
+        """The keys (0) or values (1) that are there."""
+        parts = {name: part[:, :, : self.tokens] for name, part in self.parts[which].items()}
+        return PackedRows(self.formats[which], self.width, self.dtype, parts)
 
     def extend(self, which: int, rows: dict[str, Tensor], tokens: int) -> None:
         """Write encoded rows [batch, heads, new tokens, ...] behind those that are there; `tokens` is the new count."""
@@ -119,7 +130,7 @@ class JoinedRows:
                     old = self.parts[which][name][:, :, : self.tokens]
                     grown[name][:, :, : self.tokens].view(torch.uint8).copy_(old.view(torch.uint8))
             self.parts[which] = grown
-        self.capacity, self.launches = capacity, None
+        self.capacity, self.append_launch, self.attend_launches = capacity, None, {}
 
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Round one token's keys and values [batch, heads, 1, width] and write them."""
@@ -128,10 +139,10 @@ class JoinedRows:
             self._make_room(batch, heads, self.tokens + 1, keys.device)
         before = self.shared.on(keys.device, self.tokens)
         if all(fmt.name in APPENDED for fmt in self.formats):
-            if self.launches is None:
-                self.launches = _Launches(_append_launch(self, batch * heads, keys), {})
+            if self.append_launch is None:
+                self.append_launch = _append_launch(self, batch * heads, keys)
             pairs = [self.parts[which][name] for which in (0, 1) for name in ("data", "scales")]
-            self.launches.append(keys.contiguous(), values.contiguous(), *pairs, before)
+            self.append_launch(keys.contiguous(), values.contiguous(), *pairs, before)
         else:
             for which, rows in enumerate((keys, values)):
                 self.extend(which, encode_rows(rows, self.formats[which]), self.tokens + 1)
@@ -141,15 +152,12 @@ class JoinedRows:
         """What one token's queries [batch, heads, 1, width] get of the values: [batch, 1, heads, width]."""
         batch, heads, _, width = query.shape
         pairs = [self.parts[which][name] for which in (0, 1) for name in ("data", "scales")]
-        if self.launches is None:
-            self.launches = _Launches(None, {})
-        key = (heads, scaling, None if mask is None else mask.shape[-1])
-        found = self.launches.attend.get(key)
-        if found is None:
-            found = _attend_launches(self, query, scaling, mask)
+        launches = None if mask is not None else self.attend_launches.get((heads, scaling))
+        if launches is None:  # a mask has another width for every token
+            launches = _attend_launches(self, query, scaling, mask)
             if mask is None:
-                self.launches.attend[key] = found
-        attend, join, chunks = found
+                self.attend_launches[heads, scaling] = launches
+        attend, join, chunks = launches
         rows = batch * heads
         partial = torch.empty(rows * chunks, width, dtype=torch.float32, device=query.device)
         stats = torch.empty(rows * chunks, 2, dtype=torch.float32, device=query.device)
@@ -159,12 +167,6 @@ class JoinedRows:
         attend(query.contiguous(), *pairs, seen, partial, stats, bits)
         join(partial, stats, out)
         return out
-
-
-@dataclass
-class _Launches:
-    append: Any
-    attend: dict[Any, Any]
 
 
 def encode_rows(rows: Tensor, fmt: Format) -> dict[str, Tensor]:
@@ -488,11 +490,7 @@ def attend(
         )
         if is_row and not unknown:
             return key.attend(query, attention_mask, scale), None
-        rows = key
-        key, value = (
-            PackedRows(fmt, rows.width, rows.dtype, rows.rows(which)).numbers()
-            for which, fmt in enumerate(rows.formats)
-        )
+        key, value = key.rows(0).numbers(), key.rows(1).numbers()
     result: tuple[Tensor, None] = sdpa(
         module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options
     )

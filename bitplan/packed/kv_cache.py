@@ -84,9 +84,7 @@ class _JoinedLayer(_PackedLayer):
     _given: tuple[Any, Any] = (None, None)
 
     def _view(self, which: int) -> Any:
-        if self._rows is None:
-            return self._given[which]
-        return PackedRows(self.formats[which], self._rows.width, self._rows.dtype, self._rows.rows(which))
+        return self._given[which] if self._rows is None else self._rows.rows(which)
 
     def _set(self, which: int, rows: Any) -> None:
         given = [self._view(0), self._view(1)]

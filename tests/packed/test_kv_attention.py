@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -16,7 +17,6 @@ from bitplan.formats import get_format  # noqa: E402
 from bitplan.packed import kv_attention, rounded_kv  # noqa: E402
 from bitplan.packed.kv_attention import JoinedRows, SharedCount, can_join, encode_rows  # noqa: E402
 from bitplan.packed.kv_cache import KVCache  # noqa: E402
-from bitplan.packed.kv_rows import PackedRows  # noqa: E402
 from bitplan.packed.rounded_kv import round_kv  # noqa: E402
 from tests.packed.test_kv_cache import IDS, tiny  # noqa: E402
 from tests.processes import compile_with_triton  # noqa: E402
@@ -37,9 +37,7 @@ def joined(names: tuple[str, str], tokens: int, batch: int = 2, heads: int = 2, 
 
 
 def decoded(rows: Any) -> list[torch.Tensor]:
-    return [
-        PackedRows(fmt, rows.width, rows.dtype, rows.rows(which)).numbers() for which, fmt in enumerate(rows.formats)
-    ]
+    return [rows.rows(which).numbers() for which in (0, 1)]
 
 
 @pytest.mark.parametrize("names", PAIRS)
@@ -70,7 +68,7 @@ def test_a_token_is_written_with_the_bits_of_the_format(names: tuple[str, str]) 
     rows.append(new[0], new[1])
     for which, fmt in enumerate(rows.formats):
         for name, part in encode_rows(new[which], fmt).items():
-            assert torch.equal(rows.rows(which)[name][:, :, -1:].view(torch.uint8), part.view(torch.uint8))
+            assert torch.equal(rows.rows(which).parts[name][:, :, -1:].view(torch.uint8), part.view(torch.uint8))
 
 
 def test_room_grows_and_keeps_what_is_there() -> None:
@@ -139,6 +137,11 @@ def test_tokens_can_be_dropped_chosen_and_repeated() -> None:
             assert cache.get_seq_length() == 21
             logits.append(model(IDS[:, 4:5], past_key_values=cache, use_cache=True).logits)
     assert caches[0].nbytes == caches[1].nbytes
+    again = copy.deepcopy(caches[1])
+    with torch.inference_mode():
+        following = [model(IDS[:, 5:6], past_key_values=one, use_cache=True).logits for one in (caches[1], again)]
+    assert torch.equal(*following)
+    assert again.get_seq_length() == caches[1].get_seq_length() == 23
     torch.testing.assert_close(logits[1], logits[0], rtol=1e-3, atol=1e-4)
     model.set_attn_implementation("sdpa")
     with pytest.raises(MeasureError, match=r"made for a model that reads codes; call round_kv"):
