@@ -12,8 +12,9 @@ import transformers
 import bitplan
 from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.kv_formats import KVFormats
-from bitplan.searching import SearchError, SearchEvidence, fit
-from bitplan.searching.fit import KV_CANDIDATES, KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
+from bitplan.searching import SearchError, SearchEvidence, fit, memory_probe
+from bitplan.searching.engine_memory import ENGINES
+from bitplan.searching.fit import KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, parse_tokens
 from bitplan.searching.memory_probe import MemoryProbe, _measure
 from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
@@ -52,7 +53,7 @@ def fake_probe(_model, context, batch, device="cpu"):
 @pytest.fixture(scope="module", autouse=True)
 def measured_elsewhere():
     with rounding_to_nearest(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "probe_memory", fake_probe)
+        patch.setattr(memory_probe, "probe_memory", fake_probe)
         yield
 
 
@@ -80,8 +81,8 @@ def test_the_parts_of_the_memory_add_up_and_the_plan_names_every_part(fitted):
 
 def test_no_fixed_format_of_keys_and_values_is_better_within_the_memory(fitted):
     _, _, result = fitted
-    measured = {row.label: row.measured.kl.mean for row in result.rows}
-    assert result.row.measured.kl.mean == min(measured.values())
+    measured = {row.label: row.kl for row in result.rows}
+    assert result.row.kl == min(measured.values())
     assert "K and V in 8 bits" in measured
     assert 0 <= result.solution.gap <= 1e-6
 
@@ -95,7 +96,7 @@ def test_the_measured_distance_is_that_of_the_model_run_so(fitted):
         bitplan.apply_plan(twin, result.plan, unsupported="skip")
         after = twin(ids, use_cache=False).logits.double().log_softmax(-1)
     kl = float((before.exp() * (before - after))[:, :-1].sum(-1).mean())
-    assert kl == pytest.approx(result.row.measured.kl.mean, rel=0.05)
+    assert kl == pytest.approx(result.row.kl, rel=0.05)
 
 
 def test_damage_of_a_layers_keys_grows_as_formats_get_coarser(fitted):
@@ -103,17 +104,16 @@ def test_damage_of_a_layers_keys_grows_as_formats_get_coarser(fitted):
     kv = SearchEvidence.load(folder / KV_EVIDENCE)
     assert [*kv.groups] == [f"layers.{layer}.{part}" for layer in range(3) for part in ("keys", "values")]
     for group in kv.groups.values():
-        nats = {fmt: group.nats(fmt) for fmt in KV_CANDIDATES}
+        nats = {fmt: group.nats(fmt) for fmt in ENGINES["bitplan"].formats}
         assert 0 < nats["int8_row"] < nats["fp8_e4m3_row"] < nats["int4_g32"]
         assert group.formats["int4_g32"].nbytes == 18
         assert group.formats["float32"].predicted == 0.0
 
 
-def test_evidence_answers_for_other_memories_and_contexts_at_once(fitted, monkeypatch):
+def test_evidence_answers_for_other_memories_and_contexts_at_once(fitted):
     _, folder, result = fitted
     again = plan_fit(folder, result.goal)
     assert again.plan == result.plan
-    monkeypatch.setattr(fit, "probe_memory", fake_probe)
     longer = bitplan.fit("unused", memory=MEMORY, context=2 * CONTEXT, out=folder, plan_only=True)
     assert longer.needed <= MEMORY
     assert longer.row.kv / (2 * CONTEXT) < result.row.kv / CONTEXT

@@ -58,7 +58,7 @@ def fit_distributed(
     """Fit `model`, in place, to the rows of all processes of torch.distributed's default group.
 
     Every process calls this with its own rows (some may have none) and the same settings; `eval_set` is divided too.
-    All rows means those of rank 0, then those of rank 1, and so on: the model is that of `model.fit` on them. If a
+    All rows means those of rank 0, then those of rank 1, and so on: the model is that of `model.fit` on them.
     `eval_metric` gets the watched rows of all, `callbacks` run in each process: True from one ends the fit. If a
     process fails, dies, or makes the others wait longer than `timeout_s`, all stop with a `ProcessLostError`.
     """

@@ -16,7 +16,7 @@ from bitplan.cli import run
 from bitplan.cli.verbs import fit as verb
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.kv_formats import KVFormats
-from bitplan.searching import fit
+from bitplan.searching import memory_probe
 from bitplan.searching.memory_probe import MemoryProbe
 from tests.cli.verbs.test_perplexity_verb import save_llama
 from tests.searching.tiny_mixtral import rounding_to_nearest
@@ -41,7 +41,7 @@ def shown(folder):
     """What the example prints."""
     with pytest.MonkeyPatch.context() as patch, rounding_to_nearest(), redirect_stdout(io.StringIO()) as out:
         patch.chdir(folder)
-        patch.setattr(fit, "probe_memory", fake_probe)
+        patch.setattr(memory_probe, "probe_memory", fake_probe)
         assert run(example()) == 0
     return out.getvalue()
 
@@ -50,7 +50,7 @@ def shown(folder):
 def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("bitplan.cli.show.LINE_EVERY_S", 1e6)
-    monkeypatch.setattr(fit, "probe_memory", fake_probe)
+    monkeypatch.setattr(memory_probe, "probe_memory", fake_probe)
 
 
 def example() -> list[str]:
