@@ -78,7 +78,7 @@ def main() -> None:
             row = {
                 "room_mb": room,
                 "kv": str(result.kv),
-                "plans": {one.label: one.measured.kl.mean for one in result.rows if one.measured is not None},
+                "plans": {one.label: one.kl for one in result.rows},
                 "missing": result.missing,
                 "weights_bytes": result.row.weights,
                 "kv_bytes": result.row.kv,

@@ -236,7 +236,8 @@ class FitResult:
             "missing": self.missing,
             "noise_floor": self.noise_floor,
             "tokens": self.tokens,
-            "hurt_kind": self.hurt_kind,
+            **({} if self.hurt_kind is None else {"hurt_kind": self.hurt_kind}),
+            "unproven": self.goal.engine.unproven,
             **({"landscape": self.landscape} if self.landscape else {}),
         }
 
@@ -456,9 +457,13 @@ class _Fitter:
         for label, fmt in {"K and V as they are": _kept(kv), "K and V in 8 bits": [*engine.formats][-1]}.items():
             try:
                 choice = solve(joint, limit, force=dict.fromkeys(kv.groups, fmt)).choice
-                plans.append(RivalPlan(label, "heuristic", choice))
             except GoalError:
                 missing.append(f"{label}: no format of weights leaves room for them")
+                continue
+            if choice == solution.choice:
+                missing.append(f"{label}: that is the {JOINT}")
+            else:
+                plans.append(RivalPlan(label, "heuristic", choice))
         _, floor = self.searcher.reference
         measured = self.searcher.measured(joint, plans)
         winner = best_of(joint, limit, measured[0], measured[1:], by_gradients=False)
