@@ -120,6 +120,18 @@ def _memory_card(found: RecordFields) -> Markup:
 
 
 def _card(found: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Markup:
+    names = [(PREDICTED, "best plans, predicted, the goal's line"), (PLAN, "the plan, measured")]
+    names += [(RIVAL, "other plans, measured")]
+    return card(
+        f"KL against {along}",
+        kl_frame(found, points, along, by).svg(),
+        legend=legend(names),
+        note=f"Each line is for one {by}, which stands at its end; no point where nothing fits. At the bottom: the "
+        "noise floor or below.",
+    )
+
+
+def kl_frame(found: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Frame:
     """KL against memory, a line for each context, or against context, a line for each of a few memories."""
     goal = found.fields("goal")
     floor = found.number("noise_floor", None) or min((p.number("predicted") for p in points), default=0) or 1e-6
@@ -162,15 +174,7 @@ def _card(found: RecordFields, points: Sequence[RecordFields], along: str, by: s
         tip += f"{nbytes(where.number('memory'))} and {tokens(where.number('context'))} of context"
         place = frame.px(where.number(along)), frame.py(height(row.number("kl")))
         frame.add(marker(place, PLAN if is_plan else RIVAL, tip, "diamond" if is_plan else "square"))
-    names = [(PREDICTED, "best plans, predicted, the goal's line"), (PLAN, "the plan, measured")]
-    names += [(RIVAL, "other plans, measured")]
-    return card(
-        f"KL against {along}",
-        frame.svg(),
-        legend=legend(names),
-        note=f"Each line is for one {by}, which stands at its end; no point where nothing fits. At the bottom: the "
-        "noise floor or below.",
-    )
+    return frame
 
 
 def _memory_axis(values: Sequence[float]) -> Axis:

@@ -61,7 +61,7 @@ def measured_elsewhere():
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("fit"), tiny_llama()
-    result = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
+    result = bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT), formats=FORMATS, out=folder)
     return model, folder, result
 
 
@@ -115,7 +115,7 @@ def test_evidence_answers_for_other_memories_and_contexts_at_once(fitted):
     _, folder, result = fitted
     again = plan_fit(folder, result.goal)
     assert again.plan == result.plan
-    longer = bitplan.fit("unused", memory=MEMORY, context=2 * CONTEXT, out=folder, plan_only=True)
+    longer = bitplan.fit("unused", goal=FitGoal(MEMORY, 2 * CONTEXT), out=folder, plan_only=True)
     assert longer.needed <= MEMORY
     assert longer.row.kv / (2 * CONTEXT) < result.row.kv / CONTEXT
     assert longer.row.predicted >= again.row.predicted
@@ -134,13 +134,13 @@ def test_too_little_memory_says_the_smallest_and_too_much_that_nothing_is_needed
     with pytest.raises(GoalError):
         plan_fit(folder, replace(result.goal, memory=smallest - 1))
     with pytest.raises(GoalError, match="the model fits as it is"):
-        bitplan.fit(tiny_llama(), tokens(), memory=10**9, context=CONTEXT, formats=FORMATS, out=folder)
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**9, CONTEXT), formats=FORMATS, out=folder)
 
 
 def test_a_stopped_fit_goes_on_with_what_was_measured(fitted, monkeypatch):
     model, folder, result = fitted
     monkeypatch.setattr(fit, "gather_kv", None)  # would be called where nothing is known
-    again = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
+    again = bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT), formats=FORMATS, out=folder)
     assert dict(again.row.choice) == dict(result.row.choice)
     assert again.plan == result.plan
 
@@ -149,7 +149,7 @@ def test_a_finished_fit_run_again_and_asked_again_gives_the_same_plan_and_what_w
     """Though the memory beside weights differs between runs, and other goals were fitted in between."""
     model, folder, result = fitted
     files = {name: (folder / name).read_bytes() for name in ("plan.json", "fit.json", "memory.json")}
-    larger = {"memory": MEMORY + 20_000, "context": CONTEXT, "formats": FORMATS, "out": folder}
+    larger = {"goal": FitGoal(MEMORY + 20_000, CONTEXT), "formats": FORMATS, "out": folder}
     other = bitplan.fit(model, tokens(), **larger)
     monkeypatch.setattr(memory_probe, "probe_memory", None)  # what was measured is known
     known = plan_fit(folder, result.goal)
@@ -157,7 +157,7 @@ def test_a_finished_fit_run_again_and_asked_again_gives_the_same_plan_and_what_w
         key: value for key, value in json.loads(files["fit.json"]).items() if key not in ("landscape", "earlier")
     }
     assert known.row.kl == result.row.kl
-    again = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
+    again = bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT), formats=FORMATS, out=folder)
     assert (folder / "plan.json").read_bytes() == files["plan.json"]
     assert (folder / "memory.json").read_bytes() == files["memory.json"]
     assert again.to_document() == result.to_document()
@@ -196,7 +196,7 @@ def elsewhere(tmp_path_factory):
         folder = tmp_path_factory.mktemp("engine")
         memory = beside + 340_000
         found[target] = bitplan.fit(
-            tiny_llama(), tokens(), memory=memory, context=CONTEXT, target=target, formats=fmt, out=folder
+            tiny_llama(), tokens(), goal=FitGoal(memory, CONTEXT, target=target), formats=fmt, out=folder
         )
         with pytest.raises(EvidenceFileError, match=f"of a fit for {target}, and bitplan is asked for"):
             plan_fit(folder, FitGoal(memory, CONTEXT))
@@ -227,10 +227,10 @@ def test_vllm_keeps_all_in_fp8_or_as_it_is(elsewhere, monkeypatch):
     assert f"--max-model-len 1024 --max-num-seqs 1 --max-num-batched-tokens 2048 --kv-cache-dtype {kept}" in command
     assert command.endswith(f"--kv-cache-memory-bytes {result.row.kv}")
     with pytest.raises(SearchError, match="q4_k_gguf"):
-        bitplan.fit(tiny_llama(), tokens(), memory=10**10, context=64, target="vllm", formats=("q4_k_gguf",))
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**10, 64, target="vllm"), formats=("q4_k_gguf",))
     monkeypatch.setattr(fit, "get_engine", lambda _name: kernels.Engine("vLLM", ("int8_row",), ("int8_row",), {}))
     with pytest.raises(SearchError, match="has no kernel for int8_g64"):
-        bitplan.fit(tiny_llama(), tokens(), memory=10**10, context=64, target="vllm", formats=("int8_g64",))
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**10, 64, target="vllm"), formats=("int8_g64",))
     with pytest.raises(SearchError, match=r"a fit is for one of bitplan, llama\.cpp, vllm, got 'mlx'"):
         FitGoal(10**9, 64, target="mlx")
 
@@ -280,11 +280,11 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 
 def test_what_cannot_be_fitted_is_refused_before_work():
-    small = {"memory": 10**7, "context": 64, "formats": FORMATS}
+    small = {"goal": {"memory": 10**7, "context": 64}, "formats": FORMATS}
     with pytest.raises(SearchError, match="models of transformers alone"):
         bitplan.fit(torch.nn.Sequential(torch.nn.Embedding(96, 64), torch.nn.Linear(64, 96)), tokens(), **small)
     with pytest.raises(GoalError, match="above 0"):
-        bitplan.fit(tiny_llama(), tokens(), memory=0, context=64)
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(0, 64))
 
 
 def test_distances_by_kind_of_text_and_a_warning_where_one_is_hurt_twice_as_much():
