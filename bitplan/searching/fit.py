@@ -73,6 +73,8 @@ ROOMS, CONTEXTS, PICTURE_GAP = (0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.2, 1.5, 2.0), (0
 class FitGoal:
     """What must fit: bytes of memory for a model that holds `context` tokens of each of `batch` texts, on a device.
 
+    memory   that the running model may take: on a CPU the process, on a GPU what torch allocates
+    context  of a text, prompt and answer together
     target   the engine that it shall run in
     kinds    of text of several kinds what counts, as in `Goal`
     """
@@ -236,7 +238,8 @@ class FitResult:
             "missing": self.missing,
             "noise_floor": self.noise_floor,
             "tokens": self.tokens,
-            "hurt_kind": self.hurt_kind,
+            **({} if self.hurt_kind is None else {"hurt_kind": self.hurt_kind}),
+            "unproven": self.goal.engine.unproven,
             **({"landscape": self.landscape} if self.landscape else {}),
         }
 
@@ -322,11 +325,7 @@ def fit(
     model: nn.Module | str | Path,
     batches: Sequence[Tensor] | None = None,
     *,
-    memory: int,
-    context: int,
-    batch: int = 1,
-    target: str = "bitplan",
-    kinds: Kinds = MEAN,
+    goal: FitGoal | Mapping[str, Any],
     text: Text | None = None,
     held_out: Sequence[Tensor] | str | None = None,
     formats: Sequence[str] | None = None,
@@ -338,29 +337,26 @@ def fit(
     """Find the formats of weights, keys and values with which a model and a context fit into a memory, and prove them.
 
     model        an nn.Module of transformers, or a path: a Hugging Face folder or GGUF
-    memory       bytes that the running model may take: on a CPU the process, on a GPU what torch allocates
-    context      tokens of a text, prompt and answer together; `batch` texts at once
-    target       where it shall run: bitplan, llama.cpp or vllm
-    kinds        of text of several kinds what counts: "mean", "worst", or shares in their order
+    goal         FitGoal(memory=24 * 10**9, context=32768), or a mapping of its fields
     text         as `bitplan.search` takes it, of one or several kinds, where the model is a path; else `batches`
     out          a folder for the evidence, plan.json and fit.json; a stopped run goes on there
     plan_only    answer from the evidence that an earlier run left in `out`: nothing of the model is run
     options      how it works: device, windows, progress; `options.context` are the tokens of a window of text
     """
     how = options or SearchOptions()
-    goal = FitGoal(memory, context, batch, how.device or "cpu", target, kinds)
+    wanted = goal if isinstance(goal, FitGoal) else FitGoal(**goal)
     if plan_only:
-        return plan_fit("fit" if out is None else out, goal)
-    runtime = target_of(target)
+        return plan_fit("fit" if out is None else out, wanted)
+    runtime = target_of(wanted.target)
     names = candidates(runtime, formats)
     subject, cut = prepare(
         model, batches, text, held_out, keep=keep, context=how.context, windows=how.windows, device=how.device
     )
     subject.aim_at(runtime)
-    aims_of(goal.kinds, cut.kinds)  # refused now, not after minutes
-    loaded = _with_kernels(subject, goal.engine, names, is_asked=bool(formats))
+    aims_of(wanted.kinds, cut.kinds)  # refused now, not after minutes
+    loaded = _with_kernels(subject, wanted.engine, names, is_asked=bool(formats))
     folder = None if out is None else Path(out)
-    return _Fitter(subject, Searcher(subject, cut, loaded, folder, how, meter=JointMeter), goal, folder).find()
+    return _Fitter(subject, Searcher(subject, cut, loaded, folder, how, meter=JointMeter), wanted, folder).find()
 
 
 def _with_kernels(subject: SearchSubject, engine: EngineMemory, names: Sequence[str], *, is_asked: bool) -> list[str]:
@@ -395,6 +391,8 @@ class _Fitter:
         least = smallest_bytes(self.subject, searcher.formats)
         _refuse_below(self.subject.where, goal, least, in_kv, probe.nbytes)
         self._refuse_whole(shapes, probe)
+        if self.folder is not None:
+            self.folder.mkdir(parents=True, exist_ok=True)
         how.note(searcher.needs())
         near = max(least, min(goal.memory - probe.nbytes - in_kv, self.subject.stored.nbytes - 1))
         weights, _ = searcher.collect(Goal(nbytes=near, kinds=goal.kinds))
@@ -456,9 +454,13 @@ class _Fitter:
         for label, fmt in {"K and V as they are": _kept(kv), "K and V in 8 bits": [*engine.formats][-1]}.items():
             try:
                 choice = solve(joint, limit, force=dict.fromkeys(kv.groups, fmt)).choice
-                plans.append(RivalPlan(label, "heuristic", choice))
             except GoalError:
                 missing.append(f"{label}: no format of weights leaves room for them")
+                continue
+            if choice == solution.choice:
+                missing.append(f"{label}: that is the {JOINT}")
+            else:
+                plans.append(RivalPlan(label, "heuristic", choice))
         _, floor = self.searcher.reference
         measured = self.searcher.measured(joint, plans)
         winner = best_of(joint, limit, measured[0], measured[1:], by_gradients=False)

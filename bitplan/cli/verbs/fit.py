@@ -68,17 +68,14 @@ def fit(
     check_model_source(model, None)
 
     from bitplan.report.page import write_report
+    from bitplan.searching.fit import FitGoal
     from bitplan.searching.fit import fit as run_fit
     from bitplan.searching.run import SearchOptions
 
     note = (lambda _line: None) if as_json else say
     result = run_fit(
         model,
-        memory=limit,
-        context=tokens,
-        batch=batch,
-        target=runtime,
-        kinds=counted,
+        goal=FitGoal(limit, tokens, batch, device, runtime, counted),
         text=content,
         held_out=proof,
         formats=names,
