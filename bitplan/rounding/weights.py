@@ -23,7 +23,7 @@ from torch import Tensor
 from bitplan.base.errors import FormatError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.dispatch import decode, encode
-from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.gguf.blocks import GgufBlocks, GgufVectors
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.formats.gguf.search import SearchBySums, TorchSums, search_blocks
 from bitplan.formats.scale_rules import reciprocal
@@ -51,6 +51,7 @@ from bitplan.rounding.layout import (
     with_rows_of,
 )
 from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for, rounding_rows_of
+from bitplan.rounding.round_vectors import round_vectors
 from bitplan.rounding.scale_search import ScaleLadder, search_scales
 
 # ---- GGUF's blocks of groups -----------------------------------------------------------------------------------------
@@ -425,6 +426,9 @@ def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledB
 def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: ScaledBlocks, sweeps: int) -> Encoded:
     """Codes that make up for each other's errors; some rows of a large matrix at a time, for each takes much memory."""
     fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufVectors):
+        parts = [round_vectors(matrix[rows], by, fmt, sweeps) for rows, _ in _strips_at_once(layout)]
+        return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
     if isinstance(fmt, GgufBlocks):
         parts = [round_groups(matrix[rows], by, fmt, sweeps) for rows, _ in _strips_at_once(layout)]
         return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
