@@ -319,14 +319,14 @@ def search(
                mapping from names to contents, of which names that end in .jsonl have conversations
     goal       Goal(bits=4.5), or a mapping of its fields; several limits hold together
     held_out   other text, for the proof; without it the last quarter of the text is kept for that
-    formats    candidates; all that `target` loads unless given
+    formats    candidates; those of `target` unless given, with IQ formats for fewer than 4 bits
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     options    how it works: device, windows, processes, memory, progress
     """
     how = options or SearchOptions()
     wanted = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
-    names = candidates(runtime, formats)
+    names = candidates(runtime, formats, wanted.bits)
     check_mode(how.inputs, runtime, names)
     if runtime.streamed and wanted.faster is not None and how.fp8_policy is None:
         raise GoalError(

@@ -37,7 +37,7 @@ from bitplan.searching.collect import EVIDENCE
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.goal import EvidenceFileError, GoalError
 from bitplan.searching.run import SearchOptions
-from bitplan.searching.runtime_formats import TARGETS
+from bitplan.searching.runtime_formats import TARGETS, candidates
 from bitplan.searching.searched_model import subject_of
 from bitplan.searching.solver import plan_for, solve
 from bitplan.searching.statistics import STATISTICS, InputStatistics, add_upper_products, mirror
@@ -481,6 +481,15 @@ def test_a_target_loads_what_its_files_hold(target, held):
     assert set(EXPORTED[TARGETS[target].export]) <= set(held)
     assert set(held) <= {*EXPORTED[TARGETS[target].export], *GGUF_CASTS}
     assert all(TARGETS[target].loads(fmt) for fmt in TARGETS[target].formats)
+
+
+def test_goals_below_four_bits_try_blocks_of_vectors():
+    for target, takes in (("llama.cpp", True), ("bitplan", True), ("vllm", False), ("training", False)):
+        few_bits = candidates(TARGETS[target], None, 3.9)
+        assert ("iq3_s_gguf" in few_bits) is takes
+        assert all(TARGETS[target].loads(fmt) for fmt in few_bits)
+        assert candidates(TARGETS[target], None, 4.0) == candidates(TARGETS[target], None) == TARGETS[target].formats
+    assert candidates(TARGETS["llama.cpp"], ["q8_0_gguf"], 2.5) == ("q8_0_gguf",)
 
 
 def test_what_is_packed_already_stays_where_it_is_kept():
