@@ -849,6 +849,8 @@ PLACES = {  # page: its tables
         rounding_gguf_table,
         fused_table,
         quality_table,
+        families_table,
+        folder_families_table,
         trees_table,
     ),
     "docs/trees.md": (
@@ -856,7 +858,7 @@ PLACES = {  # page: its tables
         trees_fits_table,
         trees_gpu_table,
     ),
-    "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table, vllm_table),
+    "docs/engines.md": (engines_table, folders_table, vllm_table),
     "docs/search.md": (searched_table, searched_smollm2_table),
     "docs/fit.md": (fit_table,),
 }
