@@ -250,7 +250,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     model, windows = tiny_llama(), tokens()
     calls = {"windows": 0, "checks": 0}
     stop_at = {"windows": 2, "checks": 3}
-    real_add, real_kl = collect.add_windows, runner.PlanMeter.kl
+    real_add, real_measure = collect.add_windows, runner.PlanMeter.measure
 
     def add_windows(*given):
         calls["windows"] += 1
@@ -258,16 +258,16 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         real_add(*given)
 
-    def kl(self, evidence, choice, label):
+    def measure(self, evidence, choice, label, *given, **more):
         if "of all layers" in label:
             calls["checks"] += 1
             if calls["checks"] == stop_at["checks"]:
                 raise KeyboardInterrupt
-        return real_kl(self, evidence, choice, label)
+        return real_measure(self, evidence, choice, label, *given, **more)
 
     monkeypatch.setattr(collect, "add_windows", add_windows)
     monkeypatch.setattr(gathered, "AT_ONCE", 8 * 24)
-    monkeypatch.setattr(runner.PlanMeter, "kl", kl)
+    monkeypatch.setattr(runner.PlanMeter, "measure", measure)
     options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row"), "out": tmp_path}
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
