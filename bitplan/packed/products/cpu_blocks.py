@@ -117,6 +117,14 @@ class _Block:
         builder, layout = self.builder, self.layout
         if layout.scale_low == -128:
             return self.load("scales", 0, ir.VectorType(INT8, 16)), None
+        if layout.table is not None:  # IQ4_XS: two bits of each, then four
+            two = self.load("scales", 0, ir.VectorType(INT8, 2))
+            four = self.load("scales", 2, ir.VectorType(INT8, 4))
+            two = builder.lshr(self.writer.shuffle(two, two, [0] * 4 + [1] * 4), _constants(INT8, [0, 2, 4, 6] * 2))
+            two = builder.shl(builder.and_(two, _constants(INT8, [3] * 8)), _constants(INT8, [4] * 8))
+            four = builder.lshr(self.writer.shuffle(four, four, [0, 0, 1, 1, 2, 2, 3, 3]), _constants(INT8, [0, 4] * 4))
+            both = builder.or_(two, builder.and_(four, _constants(INT8, [15] * 8)))
+            return builder.sub(both, _constants(INT8, [32] * 8)), None
         if not layout.has_min:  # Q3_K: four bits of all, then two
             first, second = self.load("scales", 0, INT64), self.load("scales", 8, INT32)
             four = self._fields(first, (0, 4), 0x0F0F0F0F0F0F0F0F)
@@ -487,6 +495,7 @@ _q3_k_4x1, _q3_k_2x4, _q3_k_block, _q3_k_tile, _q3_k_beside = _steps("q3_k_gguf"
 _q4_k_4x1, _q4_k_2x4, _q4_k_block, _q4_k_tile, _q4_k_beside = _steps("q4_k_gguf")
 _q5_k_4x1, _q5_k_2x4, _q5_k_block, _q5_k_tile, _q5_k_beside = _steps("q5_k_gguf")
 _q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
+_iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block, _iq4_xs_tile, _iq4_xs_beside = _steps("iq4_xs_gguf")
 
 
 def _q4_1(job):
@@ -597,6 +606,18 @@ def _q6_k_integers(job):
     _integer_products(job, _q6_k_tile, _q6_k_beside, 256, 210)
 
 
+def _iq4_xs(job):
+    _products(job, _iq4_xs_4x1, _iq4_xs_2x4, 256, 136)
+
+
+def _iq4_xs_decoded(job):
+    _decoded(job, _iq4_xs_block, 256, 136)
+
+
+def _iq4_xs_integers(job):
+    _integer_products(job, _iq4_xs_tile, _iq4_xs_beside, 256, 136)
+
+
 _FUNCTIONS = {
     "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers),
     "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers),
@@ -607,6 +628,7 @@ _FUNCTIONS = {
     "q4_k_gguf": (_q4_k, _q4_k_decoded, _q4_k_integers),
     "q5_k_gguf": (_q5_k, _q5_k_decoded, _q5_k_integers),
     "q6_k_gguf": (_q6_k, _q6_k_decoded, _q6_k_integers),
+    "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers),
 }
 
 
