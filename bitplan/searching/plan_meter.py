@@ -232,7 +232,7 @@ class PlanMeter:
         room: int = 0,
     ) -> WindowLogits:
         """The blocks are run now, for all windows; norm and head when a window is asked for."""
-        last = self._runner.through_blocks(_batches_of(self.windows), replaced)
+        last = self._runner.through_blocks(equal_lengths(self.windows, max(1, BATCH // len(self.windows[0]))), replaced)
         return WindowLogits(self._runner, last, around, room)
 
     @cached_property
@@ -309,10 +309,6 @@ def _hooked(hooks: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _batches_of(windows: Sequence[Tensor]) -> list[Tensor]:
-    return equal_lengths(windows, max(1, BATCH // len(windows[0])))
 
 
 def _key(window: Tensor) -> bytes:

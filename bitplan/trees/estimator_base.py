@@ -13,6 +13,7 @@ A progress bar over rounds, for people who wait: rich's, on standard error, and 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
+from bitplan.base.errors import did_you_mean
 from bitplan.base.loops.jit import use_threads
 from bitplan.base.version import __version__
 from bitplan.trees.boost import DEVICES, BoostSettings, Dropout, EvalSet, Rows, boost, split_rows, with_weight
@@ -30,6 +32,7 @@ from bitplan.trees.checks import (
     number,
     one_of,
     pieces_of,
+    refuse_masked,
     refuse_missing_targets,
     seed_of,
     truth,
@@ -156,10 +159,11 @@ OTHER_NAMES = {
         "callbacks of fit, and no setting": "callbacks",
         "min_child_samples": "min_data_in_leaf min_samples_leaf",
         "min_child_weight": "min_sum_hessian_in_leaf",
-        "min_split_gain": "min_gain_to_split gamma",
+        "min_split_gain": "min_gain_to_split min_split_loss gamma",
         "subsample": "bagging_fraction",
         "sampling ('gradient', with subsample)": "data_sample_strategy sampling_method top_rate other_rate",
         "colsample": "feature_fraction colsample_bytree max_features",
+        "drop_rate": "rate_drop",
         "categorical_features": "categorical_feature",
         "monotone_constraints": "monotonic_cst",
         "interaction_constraints": "interaction_cst",
@@ -182,6 +186,8 @@ NO_SETTINGS = {
     "names them",
     "num_class": "the classes are those of y",
     "linear_tree": "leaves are constants",
+    "deterministic": "trees are the same to the bit for any number of threads",
+    "missing": "NaN is missing",
 }
 NO_SETTINGS["booster"] = NO_SETTINGS["boosting_type"]
 SAMPLINGS, BOOSTINGS = ("uniform", "gradient"), ("gradient", "dart")
@@ -263,6 +269,9 @@ class BoostedTreesBase(FittedTrees):
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
             if name in NO_SETTINGS:
                 raise TypeError(f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}")
+            known = {*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters}
+            if name not in known and (meant := did_you_mean(name, cls.__dataclass_fields__)):
+                raise TypeError(f"{cls.__name__}: there is no setting {name!r}{meant}")
         estimator: Self = super().__new__(cls)
         return estimator
 
@@ -297,6 +306,7 @@ class BoostedTreesBase(FittedTrees):
             initial.check_names(names_of(x) or ())
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
+        refuse_masked("y", y)
         several = self._takes_several(y)
         table, targets = self._validated(encode(x, self.categories_), shards, y=y, multi_output=several)
         refuse_missing_targets(targets)
@@ -337,6 +347,7 @@ class BoostedTreesBase(FittedTrees):
                 raise TreesError("eval_init_score: watched sets begin with scores where the rows do; give both or none")
             with naming_set(place):
                 table = self._read(x, shards)
+                refuse_masked("y", y)
                 targets = self._targets(np.asarray(y))
                 expected = (len(table),) if self.n_outputs_ == 1 else (len(table), self.n_outputs_)
                 if targets.shape != expected:

@@ -298,3 +298,44 @@ def test_dart_is_as_good_as_lightgbms():
         ours.append(np.mean((model.predict(x) - y) ** 2))
         theirs.append(np.mean((peer.predict(x) - y) ** 2))
     assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=0.1)
+
+
+def test_what_a_masked_array_hides_is_missing(rows):
+    x, y, _ = rows
+    hidden = x > 1
+    model = BoostedTreesRegressor(**SMALL).fit(np.ma.array(x, mask=hidden), y)
+    plain = BoostedTreesRegressor(**SMALL).fit(np.where(hidden, np.nan, x), y)
+    assert_array_equal(model.predict(np.ma.array(x, mask=hidden)), plain.predict(np.where(hidden, np.nan, x)))
+    masked = np.ma.array(y, mask=y > 1)
+    for said, given in (("y", (x, masked)), ("sample_weight", (x, y, masked)), ("y", (x, y, None, (x, masked)))):
+        with pytest.raises(TreesError, match=f"{said}: {int((y > 1).sum())} of its numbers are masked"):
+            BoostedTreesRegressor(**SMALL).fit(*given)
+
+
+def test_columns_of_frames_that_are_no_numbers(rows):
+    pandas = pytest.importorskip("pandas")
+    _, y, _ = rows
+    for column in (pandas.period_range("2020", periods=300), pandas.arrays.IntervalArray.from_breaks(range(301))):
+        with pytest.raises(TreesError, match=r"X: column 'a' has .* in row 0, expected numbers"):
+            BoostedTreesRegressor(**SMALL).fit(pandas.DataFrame({"a": column}), y)
+    arrow = pytest.importorskip("pyarrow")
+    words = np.array(["a", "b", "c"])[np.arange(300) % 3]
+    held = pandas.arrays.ArrowExtensionArray(arrow.array(words).dictionary_encode())
+    model = BoostedTreesRegressor(**SMALL).fit(pandas.DataFrame({"a": held}), y)
+    text = pandas.DataFrame({"a": words})
+    plain = BoostedTreesRegressor(**SMALL, categorical_features=["a"]).fit(text, y)
+    assert_array_equal(model.predict(text), plain.predict(pandas.DataFrame({"a": held})))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("n_estimator", "there is no setting 'n_estimator'; did you mean 'n_estimators'"),
+        ("min_split_loss", "min_split_loss is called min_split_gain here"),
+        ("booster", "leave it out: set boosting='dart'"),
+        ("client", "unexpected keyword argument 'client'"),
+    ],
+)
+def test_settings_that_are_not_ours(name, said):
+    with pytest.raises(TypeError, match=said):
+        BoostedTreesRegressor(**{name: 1})

@@ -248,8 +248,6 @@ def export_model(
     output: str | Path,
     to: str,
     formats: Wanted,
-    *,
-    on_bytes: OnBytes | None = None,
     **options: Any,
 ) -> ExportReport:
     """Write a model (a Hugging Face folder, or a file of weights that has all it needs) as `to` asks.
@@ -258,7 +256,7 @@ def export_model(
     """
     prepared = prepare_export(ExportRequest(Path(source), Path(output), formats, **options), to)
     try:
-        prepared.write(on_bytes)
+        prepared.write()
         return prepared.report
     finally:
         prepared.close()

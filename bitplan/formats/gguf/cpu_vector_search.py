@@ -41,9 +41,9 @@ class CompiledVectors:
     """A `VectorSearch` on the CPU."""
 
     def nearest(self, x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout) -> Found:
-        count, per_group = len(x), layout.group // layout.width
-        vectors = torch.empty((count, per_group), dtype=torch.int32)
-        signs = torch.empty((count, layout.group // 8), dtype=torch.uint8)
+        count, size = x.shape
+        vectors = torch.empty((count, size // layout.width), dtype=torch.int32)
+        signs = torch.empty((count, size // 8), dtype=torch.uint8)
         vv, xv = torch.empty(count), torch.empty(count)
         given = [each.contiguous().numpy() for each in (x, w, scale)]
         out = [each.numpy() for each in (vectors, signs, vv, xv)]
@@ -59,7 +59,7 @@ class CompiledVectors:
 def nearest_of_groups(x_NG, w_PG, scale_N, numbers, levels, begins, seconds, places, even, start, stop, *out):
     vectors_N, signs_N, vv_N, xv_N = out
     size, width = x_NG.shape[1], numbers.shape[1]
-    v_G, one_G, two_G = np.empty(32, F32), np.empty(32, F32), np.empty(32, F32)
+    v_G, one_G, two_G = np.empty(size, F32), np.empty(size, F32), np.empty(size, F32)
     room = empty_room()
     found = np.empty(2, np.int32)
     for group in range(start, stop):

@@ -221,8 +221,8 @@ VECTOR_LAYOUTS = {
 
 
 class Found(NamedTuple):
-    """For N groups the nearest vectors [N, group / width] int32, signs [N, group / 8] uint8, and the sums of w v v and
-    w x v over each group, v the vectors' numbers with signs.
+    """For N groups of g numbers the nearest vectors [N, g / width] int32, signs [N, g / 8] uint8, and the sums of
+    w v v and w x v over each group, v the vectors' numbers with signs.
     """
 
     vectors: Tensor
@@ -246,7 +246,7 @@ class TorchVectors:
 
         book = codebook(layout.ggml_type, x.device)
         weights = w.repeat(len(x) // len(w), 1)
-        step = max(1, AT_ONCE // (len(book.numbers) * layout.group // layout.width))
+        step = max(1, AT_ONCE // (len(book.numbers) * x.shape[1] // layout.width))
         pieces = [
             _nearest(x[at : at + step], weights[at : at + step], scale[at : at + step], layout, book)
             for at in range(0, max(1, len(x)), step)
