@@ -8,7 +8,7 @@ from typing import Any
 
 from bitplan.base.documents import is_number, show
 from bitplan.base.errors import StoreError
-from bitplan.files.engines.gguf_metadata import YARN_BETAS, ModelConfig, rope_factors
+from bitplan.files.engines.gguf_metadata import LOCAL_ROTATIONS, YARN_BETAS, ModelConfig, rope_factors
 from bitplan.files.gguf import GGUFValue
 from bitplan.files.gpt_oss.config import ONLY_GGUF
 from bitplan.files.tensor_file import TensorFile
@@ -19,7 +19,6 @@ _TYPES: dict[str, dict[bool, str]] = {}
 for _kind, _family in GGUF_FAMILIES.items():
     if _family.model_class:
         _TYPES.setdefault(_family.architecture, {})[_family.experts is not None] = _kind
-_LOCAL_ROTATIONS = 10_000.0  # of Gemma's layers that look at a window
 _GEMMA_PATTERN = 6
 ROTATIONS = "rope_freqs.weight"  # of llama 3: a divisor for each frequency
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every llama 3 that was published
@@ -98,6 +97,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     }
     if said.architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.specs
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.specs
     if experts:
         config |= {"num_local_experts": experts, "num_experts_per_tok": said.number("expert_used_count")}
     if kind == "mixtral":
@@ -160,6 +160,6 @@ def _gemma(said: _Said, size: int) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_parameters": {
             "full_attention": rotations,
-            "sliding_attention": {"rope_theta": _LOCAL_ROTATIONS, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": LOCAL_ROTATIONS, "rope_type": "default"},
         },
     }
