@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +42,15 @@ class _Said:
 
     def number(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
+        if isinstance(value, Sequence) and not isinstance(value, str) and len({*value}) == 1:
+            value = int(value[0])  # one for each layer, all the same
         if type(value) is not int or value <= 0:
             raise StoreError(
                 f"{self.path}: {self.architecture}.{key} must be a whole number above zero, got {show(value)}"
             )
         return value
 
-    def real(self, key: str, default: float) -> float:
+    def real(self, key: str, default: float | None = None) -> float:
         """A float32 as the short number that it was made of."""
         value = self.get(key, default)
         if not is_number(value):
@@ -76,6 +78,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     kind = kinds.get(bool(experts)) or next(iter(kinds.values()))
     heads, width = said.number("attention.head_count"), said.number("embedding_length")
     size = said.number("attention.key_length", said.number("rope.dimension_count", width // heads))
+    _refuse_other_computations(said, size)
     config: dict[str, Any] = {
         "architectures": [GGUF_FAMILIES[kind].model_class],
         "model_type": kind,
@@ -87,7 +90,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
         "num_key_value_heads": said.number("attention.head_count_kv", heads),
         "head_dim": size,
         "max_position_embeddings": said.number("context_length"),
-        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "vocab_size": file.spec("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in file.specs,
         "bos_token_id": said.token("bos"),
@@ -112,6 +115,19 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     return config
 
 
+def _refuse_other_computations(said: _Said, head_size: int) -> None:
+    """Refuse what llama.cpp reads and transformers' model of the architecture has no place for."""
+    usual: dict[str, float] = {"rope.dimension_count": head_size, "attention.causal": True}
+    if said.architecture == "gemma3":
+        usual |= {"rope.freq_base_swa": LOCAL_ROTATIONS, "final_logit_softcapping": 0, "attn_logit_softcapping": 0}
+    for key, value in usual.items():
+        if said.get(key, value) != value:
+            raise StoreError(
+                f"{said.path}: {said.architecture}.{key} is {show(said.get(key))}, which no config.json that is made "
+                f"here says (it has {show(value)}); give the model's folder"
+            )
+
+
 def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, Any]:
     """The settings that give the file's rotations, which it has as numbers."""
     wanted = [float(number) for number in file.read_float(ROTATIONS).reshape(-1)]
@@ -131,7 +147,8 @@ def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, 
 
 def _rotations(said: _Said) -> dict[str, Any]:
     rotations: dict[str, Any] = {"rope_theta": said.real("rope.freq_base", 10_000.0), "rope_type": "default"}
-    kind = said.get("rope.scaling.type", "none")
+    factor = said.real("rope.scaling.factor", said.real("rope.scale_linear", 0.0)) or 1.0  # an older name of it
+    kind = said.get("rope.scaling.type", "none" if factor == 1 else "linear")
     unusual = [key for key, usual in ONLY_GGUF.items() if said.real(key, usual) != usual]
     if kind not in ("none", "linear", "yarn") or unusual:
         raise StoreError(
@@ -139,7 +156,7 @@ def _rotations(said: _Said) -> dict[str, Any]:
             "config.json that is made here says; give the model's folder"
         )
     if kind != "none":
-        rotations |= {"rope_type": kind, "factor": said.real("rope.scaling.factor", 1.0)}
+        rotations |= {"rope_type": kind, "factor": factor}
         if said.get("rope.scaling.original_context_length"):
             rotations["original_max_position_embeddings"] = said.number("rope.scaling.original_context_length")
     if kind == "yarn":
