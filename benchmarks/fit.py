@@ -22,7 +22,8 @@ from typing import Any
 from harness import commit, machine, save, versions
 
 import bitplan
-from bitplan.searching.memory_probe import probe_memory
+from bitplan.searching.fit import FitGoal, FitResult
+from bitplan.searching.memory_probe import Reserve
 from bitplan.searching.run import SearchOptions
 
 FORMATS = ("q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "q8_0_gguf", "bfloat16")
@@ -48,6 +49,13 @@ def peak_of(folder: Path, batch: int, context: int) -> int:
     return int(subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()[-1])
 
 
+def plans_of(result: FitResult) -> dict[str, float | None]:
+    """KL of every plan; one that is the joint plan itself has its."""
+    same = [said.partition(":")[0] for said in result.missing if said.endswith("joint plan")]
+    known = {one.label: one.kl for one in result.rows}
+    return known | dict.fromkeys(same, known["joint plan"])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -56,20 +64,20 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--room", type=float, nargs="+", default=[26.0, 45.0], help="megabytes for weights and cache")
     parser.add_argument("--windows", type=int, default=16)
+    parser.add_argument("--folder", type=Path, help="where the evidence stays, or is from before")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    reserved = probe_memory(given.model, given.context, given.batch).nbytes
+    reserve = Reserve(given.model, FitGoal(1, given.context, given.batch), given.folder, writes=True)
+    reserved = reserve.at(given.context).nbytes
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for room in given.room:
             result = bitplan.fit(
                 given.model,
-                memory=reserved + int(room * 1e6),
-                context=given.context,
-                batch=given.batch,
+                goal=FitGoal(reserved + int(room * 1e6), given.context, given.batch),
                 text=given.text.read_text(),
                 formats=FORMATS,
-                out=Path(scratch, "fit"),
+                out=given.folder or Path(scratch, "fit"),
                 options=SearchOptions(windows=given.windows),
             )
             packed = Path(scratch, f"packed-{room:g}")
@@ -78,7 +86,7 @@ def main() -> None:
             row = {
                 "room_mb": room,
                 "kv": str(result.kv),
-                "plans": {one.label: one.measured.kl.mean for one in result.rows if one.measured is not None},
+                "plans": plans_of(result),
                 "missing": result.missing,
                 "weights_bytes": result.row.weights,
                 "kv_bytes": result.row.kv,
@@ -98,6 +106,7 @@ def main() -> None:
         "context": given.context,
         "batch": given.batch,
         "rows": rows,
+        "fit": result.to_document() | {"model": given.model.name},
     }
     print(save(f"fit_{given.model.stem.lower()}", document, given.output))
 

@@ -12,14 +12,18 @@ from typing import Any
 
 from bitplan.report.chart import WIDE, Frame, colour, line, linear_axis, log_axis, marker, segment, text
 from bitplan.report.markup import Markup, join, tag
+from bitplan.report.read_records import RecordFields
+from bitplan.report.section_of_fit import kl_frame
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 ARMS = {"bf16": "BF16", "adaptive": "adaptive FP8", "full": "all FP8"}
 LIGHT = {"card": "#ffffff", "soft": "#566270", "grid": "#e7ebef"}
 LIGHT |= {"k0": "#0072b2", "k1": "#d98c00", "k2": "#009e73", "k3": "#c8500a", "k4": "#b5628f", "k5": "#4aa6dc"}
+LIGHT |= {"k6": "#a89c10", "k7": "#6b7682"}
 DARK = {"card": "#171d24", "soft": "#9aa5b1", "grid": "#26303a"}
 DARK |= {"k0": "#4ea3e8", "k1": "#f0a830", "k2": "#2fc09a", "k3": "#f07f4a", "k4": "#dc93bd", "k5": "#8fcdf2"}
+DARK |= {"k6": "#d9cf4a", "k7": "#9aa5b1"}
 WIDTH, HEIGHT, ENTRY = 640, 360, 17  # a line of the legend
 
 
@@ -68,6 +72,12 @@ def search_picture() -> str:
     return _standalone(frame.svg())
 
 
+def fit_picture() -> str:
+    """KL against memory, of the last fit of the benchmark."""
+    found = RecordFields(json.loads((RESULTS / "fit_lm26m.json").read_text())["fit"], "fit_lm26m.json")
+    return _standalone(kl_frame(found, list(found.each("landscape")), "memory", "context").svg())
+
+
 def _standalone(drawn: Markup) -> str:
     """A file of its own: a picture in a page of its own has no style sheet but this."""
     opening = '<svg xmlns="http://www.w3.org/2000/svg"'
@@ -81,6 +91,7 @@ def _style() -> Markup:
         "text { font: 12px system-ui, sans-serif; fill: var(--soft); }",
         ".grid { stroke: var(--grid); } .axis { stroke: var(--soft); }",
         ".line { fill: none; stroke: currentColor; stroke-width: 1.8; stroke-linejoin: round; }",
+        ".rule { stroke: var(--soft); stroke-dasharray: 4 4; } .thin { stroke-width: 1; opacity: .7; }",
         ".key { stroke: currentColor; stroke-width: 3; }",
         ".mark { fill: currentColor; stroke: var(--card); stroke-width: 1.2; }",
         ".mark.hollow { fill: var(--card); stroke: currentColor; stroke-width: 2; }",
@@ -97,6 +108,7 @@ def _variables(colours: dict[str, str]) -> str:
 
 PICTURES = {
     "docs/search-kl.svg": search_picture,
+    "docs/fit.svg": fit_picture,
     "docs/fp8-training.svg": fp8_training_picture,
 }
 

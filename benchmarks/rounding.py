@@ -6,7 +6,9 @@ Rows: round to nearest, scales by weighted search, error-compensated rounding. S
 the text, figures from the rest. Layers are rounded one after another: each meets the inputs that the layers before it,
 already rounded, give, and in rows with "exact targets" is to make of them what the unrounded layer makes of exact
 inputs. Finished rows are kept in the result file: after a crash the same command goes on where it stopped. `--rows`
-measures some rows only. `--bfloat16` computes layers in bfloat16, on CPUs that are fast at it.
+measures some rows only; `--formats` other formats than those of the page, and `--llama-library` (a shared library with
+ggml's functions, such as xllamacpp's) the same formats as ggml encodes them, with the same importance. `--bfloat16`
+computes layers in bfloat16, on CPUs that are fast at it.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import ctypes
 import fnmatch
 import functools
 import hashlib
@@ -27,10 +30,12 @@ from typing import Any
 
 import harness
 import torch
+from gguf import GGMLQuantizationType
 from torch import Tensor, nn
 
 from bitplan.base.records import read_json, read_text
-from bitplan.formats import get_format
+from bitplan.files.gguf_tensors import GGUF_TYPES
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.causal_lm import load_causal_lm, logits_of
 from bitplan.packed.language.perplexity import CachedLogits, measure_perplexity, spread_windows
@@ -75,7 +80,7 @@ def main() -> None:
     passes = Passes(arguments.bfloat16)
     reference = CachedLogits(functools.partial(passes.logits, lm.model), 2**31)
     done = {row["row"]: row for row in document["rows"]}
-    jobs = list(_jobs())
+    jobs = list(_jobs(arguments.formats, arguments.llama_library))
     for job in jobs:
         if job.label in done or not fnmatch.fnmatchcase(job.label, arguments.rows):
             continue
@@ -94,11 +99,15 @@ def main() -> None:
         print(f"{job.label}: KL {done[job.label]['kl']['mean']:.4f}, {seconds:.0f} s", flush=True)
 
 
-def _jobs() -> Iterator[Settings]:
-    for fmt in FORMATS:
+def _jobs(formats: list[str], library: Path | None) -> Iterator[Settings]:
+    for fmt in formats or FORMATS:
         for method in METHODS:
             yield Settings(fmt, method)
+        if library is not None:
+            yield Settings(fmt, "llama.cpp", library=library)
         yield Settings(fmt, "compensated", exact_targets=True)
+    if formats:
+        return
     # llama.cpp's Q4_0 has its embedding, which is the output head as well, in Q6_K.
     for method in METHODS:
         yield Settings("q4_0_gguf", method, embedding="q6_k_gguf")
@@ -131,6 +140,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=96, help="windows of text that statistics come from")
     parser.add_argument("--tokens", type=int, default=10240, help="tokens that figures come from")
     parser.add_argument("--rows", default="*", help="a shell pattern of the rows to measure")
+    parser.add_argument("--formats", type=lambda text: text.split(","), default=[])
+    parser.add_argument("--llama-library", type=Path)
     parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--output", type=Path)
@@ -178,12 +189,15 @@ class Settings:
     exact_targets: bool = False
     embedding_damping: float = 0.1
     embedding: str | None = None
+    library: Path | None = None
 
     def encode(self, weight: Tensor, statistics: Statistics) -> Tensor:
         if self.method == "nearest":
             return decode(encode(weight, self.fmt))
         hessian = statistics.hessian
         assert hessian is not None
+        if self.library is not None:
+            return encoded_by_ggml(self.library, weight, self.fmt, hessian.diagonal())
         if self.method == "weighted":
             return decode(round_weight(weight, self.fmt, moments=hessian.diagonal()))
         if statistics.cross is not None:
@@ -199,6 +213,22 @@ class Settings:
     def of_embedding(self) -> Settings:
         """A row is also what a token starts as, where every column counts alike: more damping."""
         return replace(self, fmt=self.embedding or self.fmt, damping=self.embedding_damping, exact_targets=False)
+
+
+def encoded_by_ggml(library: Path, weight: Tensor, fmt: str, importance: Tensor) -> Tensor:
+    """The numbers of what ggml's encoder makes of a weight with an importance matrix."""
+    ggml, kind = ctypes.CDLL(str(library)), GGMLQuantizationType[GGUF_TYPES[fmt]]
+    rows, data = (
+        weight.float().contiguous(),
+        torch.empty(get_format(fmt).nbytes(tuple(weight.shape)), dtype=torch.uint8),
+    )
+    numbers = rows, data, importance.float().contiguous()
+    given = [ctypes.c_void_p(part.data_ptr()) for part in numbers]
+    sizes = [ctypes.c_int64(number) for number in (0, *weight.shape)]
+    ggml.ggml_quantize_chunk.restype = ctypes.c_size_t
+    written = ggml.ggml_quantize_chunk(ctypes.c_int(kind), given[0], given[1], *sizes, given[2])
+    assert written == len(data)
+    return decode(Encoded.from_bytes(fmt, tuple(weight.shape), data.numpy().tobytes()))
 
 
 def towards_exact(weight: Tensor, statistics: Statistics, damping: float) -> Tensor:

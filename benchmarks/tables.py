@@ -831,13 +831,13 @@ PLACES = {  # page: its tables
     "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
-        fp8_linear_table,
         fp8_training_table,
         fp8_training_speed_table,
     ),
     "docs/log.md": (
         fp8_cast_table,
         fp8_layers_table,
+        fp8_linear_table,
         fp8_profile_table,
         fp8_held_out_table,
         fp8_guesses_table,
@@ -849,9 +849,9 @@ PLACES = {  # page: its tables
         rounding_gguf_table,
         fused_table,
         quality_table,
+        trees_table,
     ),
     "docs/trees.md": (
-        trees_table,
         trees_precision_table,
         trees_fits_table,
         trees_gpu_table,

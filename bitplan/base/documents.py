@@ -265,10 +265,10 @@ def load_bytes(path: str | Path, error: type[BitplanError], *, max_bytes: int, w
         raise reading_error(fault, path, error) from None
 
 
-def load_document(path: str | Path, error: type[BitplanError], *, max_bytes: int = MAX_DOCUMENT_BYTES) -> Any:
+def load_document(path: str | Path, error: type[BitplanError]) -> Any:
     """The JSON in a file; any failure to read it is an `error` of one line that names the file."""
     try:
-        return read_json(path, max_bytes=max_bytes)
+        return read_json(path, max_bytes=MAX_DOCUMENT_BYTES)
     except (OSError, ValueError) as fault:
         raise reading_error(fault, path, error) from None
 

@@ -17,6 +17,7 @@ INTERRUPTED = 130
 _OPTIONS = {
     "fmt": "--format",
     "nbytes": "--bytes",
+    "kinds": "--goal",
     "out": "--output",
     "part_bytes": "--split",
     "report_path": "--report",

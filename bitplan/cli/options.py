@@ -53,4 +53,10 @@ MaxKl = Annotated[
 Faster = Annotated[
     float | None, typer.Option("--faster", help="At least this many times BF16's speed, by measured times.")
 ]
+KindsOfText = Annotated[
+    str,
+    typer.Option(
+        "--goal", metavar="KINDS", help="Of several --text what counts: mean, worst, or shares in their order: 0.7:0.3."
+    ),
+]
 Rows = Annotated[int, typer.Option("--rows", help="With --faster: at how many rows (tokens at once).")]

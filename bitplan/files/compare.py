@@ -146,7 +146,11 @@ def _counted(ours: _Effective, theirs: _Effective) -> list[str]:
 
 def _effective(model: Weights) -> _Effective:
     if not isinstance(model, nn.Module):
-        given = {name: _weight(name, value) for name, value in model.items() if _is_weight(value)}
+        given = {
+            name: _weight(name, value)
+            for name, value in model.items()
+            if (isinstance(value, Encoded) or value.is_floating_point() or value.is_complex())
+        }
         return _Effective(given, frozenset(given), frozenset(model.keys() - given.keys()), is_model=False)
     weights: dict[str, ReadableTensor] = {}
     first_names: dict[tuple[int, str | None], str] = {}
@@ -162,11 +166,6 @@ def _effective(model: Weights) -> _Effective:
         first_names.setdefault((id(module), weights[name].format), name)
     buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
     return _Effective(weights, frozenset(first_names.values()), buffers, is_model=True)
-
-
-def _is_weight(value: Tensor | Encoded) -> bool:
-    """Whether a value is a weight: integers in a state_dict are buffers."""
-    return isinstance(value, Encoded) or value.is_floating_point() or value.is_complex()
 
 
 def _weight(name: str, value: Tensor | Encoded) -> ReadableTensor:

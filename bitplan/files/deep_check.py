@@ -219,7 +219,15 @@ def _check_tensor(manifest: Manifest | None, file: TensorFile, spec: TensorSpec,
         return _check_gguf(file, spec, done)
     fmt = get_format(spec.format) if spec.encoded else None
     if isinstance(fmt, GgufBlocks):
-        return _check_blocks(packed_tensor(file, spec.name), fmt, done)
+        packed = packed_tensor(file, spec.name)
+        # Check the float16 numbers in blocks that hold their own scales.
+        bad = count = 0
+        for start, stop in packed.spans():
+            numbers = fmt.stored_scales(packed.read(start, stop).data)
+            done((stop - start) * packed.nbytes // packed.steps, packed.name)
+            bad += int((~numbers.isfinite()).sum())
+            count += numbers.numel()
+        return _not_finite(packed.name, bad, f"{count} scales of {fmt.name}")
     if fmt is not None and not fmt.is_cast:
         return check_packed(packed_tensor(file, spec.name), done)
     if manifest is not None and tag is not None and tag.part == "data" and isinstance(file, NativeTensors):
@@ -265,17 +273,6 @@ def _comparable(piece: Tensor) -> Tensor:
     if piece.is_complex():
         return torch.view_as_real(piece)
     return piece.float() if piece.itemsize == 1 else piece
-
-
-def _check_blocks(packed: PackedTensor, fmt: GgufBlocks, done: OnBytes) -> list[Finding]:
-    """Check the float16 numbers in blocks that hold their own scales."""
-    bad = count = 0
-    for start, stop in packed.spans():
-        numbers = fmt.stored_scales(packed.read(start, stop).data)
-        done((stop - start) * packed.nbytes // packed.steps, packed.name)
-        bad += int((~numbers.isfinite()).sum())
-        count += numbers.numel()
-    return _not_finite(packed.name, bad, f"{count} scales of {fmt.name}")
 
 
 def _check_gguf(file: TensorFile, spec: TensorSpec, done: OnBytes) -> list[Finding]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bitplan.base.errors import StoreError
 from bitplan.files.tensor_bytes import CERTIFICATE, PayloadWriter
 from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ GGUF_FORMATS = {
     "MXFP4": "mxfp4_gguf",
     "F16": "float16",
     "BF16": "bfloat16",
-} | {layout.ggml_type: name for name, layout in LAYOUTS.items()}
+} | {layout.ggml_type: name for name, layout in (LAYOUTS | VECTOR_LAYOUTS).items()}
 # The formats GGUF can hold; mxfp4 is repacked into GGUF's byte order, value for value.
 GGUF_TYPES = {ours: theirs for theirs, ours in GGUF_FORMATS.items()} | {"mxfp4": "MXFP4", "float32": "F32"}
 _EIGHT_BITS = ("int8", "int8_row", "int8_g128", "int8_g64", "fp8_e4m3", "fp8_e4m3_row", "fp8_e4m3_b128")
@@ -150,7 +151,8 @@ class GGUF(Container):
 # llama.cpp's number for a file whose weights are mostly of a type, and for one in which some K-quants are larger.
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q4_0": 2, "Q4_1": 3, "Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q2_K": 10, "Q3_K": 11}
 _FILE_TYPES |= {"Q4_K": 14, "Q5_K": 16, "Q6_K": 18, "IQ4_NL": 25, "BF16": 32, "MXFP4": 38}
-_MIXED_FILE_TYPES = {"Q3_K": 12, "Q4_K": 15, "Q5_K": 17}
+_FILE_TYPES |= {"IQ2_XXS": 19, "IQ2_XS": 20, "IQ3_XXS": 23, "IQ3_S": 26, "IQ2_S": 28, "IQ4_XS": 30}
+_MIXED_FILE_TYPES = {"Q3_K": 12, "Q4_K": 15, "Q5_K": 17, "IQ3_S": 27, "IQ2_S": 29}
 QUANTIZATION_VERSION = 2
 
 

@@ -157,7 +157,9 @@ def evidence_for(
             names[name] = OtherName(name)
             stacks.add(name)
             continue
-        called = [OtherName(alias) for alias in _own_names(file, name)]
+        called = [
+            OtherName(alias) for alias in [name, *(alias for alias, target in file.tied.items() if target == name)]
+        ]
         if other := (other_names or {}).get(name):
             item = [] if other.expert is None else [OtherName(expert_name(other.name, other.expert))]
             called += [*item, other]
@@ -238,8 +240,3 @@ def _in_heads(numbers: Tensor, heads: int | None) -> Tensor:
         return numbers
     rows = len(numbers)
     return numbers.reshape(heads, 2, rows // heads // 2, -1).swapaxes(1, 2).reshape(numbers.shape)
-
-
-def _own_names(file: TensorFile, name: str) -> Sequence[str]:
-    """A tensor's own name, then those that share it."""
-    return [name, *(alias for alias, target in file.tied.items() if target == name)]

@@ -7,7 +7,7 @@ Work goes tile by tile, so that a large tensor costs its own output and a few me
 from __future__ import annotations
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,7 +18,6 @@ from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import SMALLER_BLOCKS
-from bitplan.formats.gguf.search import BlockSearch
 from bitplan.formats.registry import get_format
 from bitplan.formats.scale_choice import choose_affine, choose_scales
 from bitplan.formats.scale_rules import SCALE_RULES, ScaleRule
@@ -124,7 +123,7 @@ def encode_opaque(
     shape: tuple[int, ...],
     matrix: Tensor,
     importance: Tensor | None,
-    search: BlockSearch | None = None,
+    search: Any = None,
 ) -> Encoded:
     """Encode to GGUF's blocks, tile by tile, unchecked; `search` may be a compiled version."""
     rows, cols = matrix.shape

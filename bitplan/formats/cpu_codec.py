@@ -62,6 +62,7 @@ from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufBlocks, GgufMxfp4
 from bitplan.formats.gguf.cpu_block_search import CompiledSearch
+from bitplan.formats.gguf.cpu_vector_search import CompiledVectors
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.formats.registry import get_format
 from bitplan.formats.scale_rules import reciprocal
@@ -578,6 +579,7 @@ def _e2m1(codes):
 
 
 BLOCK_SEARCH = CompiledSearch()  # for GGUF's blocks, whose scales are searched
+VECTOR_SEARCH = CompiledVectors()
 Array = np.ndarray[Any, Any]
 Encoder = Callable[[Tensor, Format], tuple[Tensor, Tensor | None]]
 Decoder = Callable[[Encoded, torch.dtype], Tensor]

@@ -30,7 +30,7 @@ from bitplan.formats.codec import (
     finite,
     readable,
 )
-from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.gguf.blocks import GgufBlocks, GgufVectors
 from bitplan.formats.input_formats import Q8_K, STATIC, round_input
 
 TWIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -96,7 +96,8 @@ def _encode_by_twin(x: Tensor, fmt: Format, importance: Tensor | None = None) ->
     shape, twins = tuple(x.shape), _twins(x.device.type)
     matrix = x.reshape(fmt.matrix_shape(shape)).contiguous()
     if isinstance(fmt, GgufBlocks):
-        return encode_opaque(fmt, shape, matrix, importance, twins.BLOCK_SEARCH)
+        search = twins.VECTOR_SEARCH if isinstance(fmt, GgufVectors) else twins.BLOCK_SEARCH
+        return encode_opaque(fmt, shape, matrix, importance, search)
     data, scales = twins.ENCODERS[fmt.name](matrix, fmt)
     if scales is None:
         return Encoded(fmt, shape, data.reshape(shape))
@@ -194,7 +195,9 @@ def _explain(table: str, fmt: Format, device: torch.device, shape: tuple[int, ..
         return Picked("torch", f"small: {count} numbers")
     if not _is_installed(library):
         return Picked("torch", f"{library} is not installed")
-    if fmt.name not in getattr(_twins(device.type), table) and not (table == "ENCODERS" and fmt.is_opaque):
+    twins = _twins(device.type)
+    searched = fmt.is_opaque and (hasattr(twins, "VECTOR_SEARCH") or not isinstance(fmt, GgufVectors))
+    if fmt.name not in getattr(twins, table) and not (table == "ENCODERS" and searched):
         return Picked("torch", f"{fmt.name} has no {library} twin")
     return Picked(library, f"{fmt.name}, whole blocks, default scale rule, {count} numbers on {device.type}")
 

@@ -5,7 +5,7 @@
 | name | scale | rounding | also known as |
 |---|---|---|---|
 | q8_0_gguf | float16, max |x| / 127 of 32 numbers | ties away from zero | `int8`, `8`; llama.cpp's Q8_0 blocks |
-| q8_k | float32, -127 / x of the 256 numbers' largest | ties to even | llama.cpp's Q8_K blocks, for K-quants |
+| q8_k | float32, -127 / x of the 256 numbers' largest | ties to even | llama.cpp's Q8_K blocks, for K-quants and IQ |
 | int8_row | float32, max |x| / 127 of a token | ties to even | int8 per token |
 | fp8_e4m3_row | float32, max |x| / 448 of a token | ties to even | `fp8`; fp8 per token |
 | int8_static@SCALE | this one, for all tokens, measured before | ties to even; larger numbers become 127 | |
@@ -79,7 +79,7 @@ def llama_cpp_input(weight_format: str) -> str | None:
     is_foreign = ":" in weight_format  # a type of GGUF that comes decoded: those of blocks of 256
     if not is_foreign and get_format(weight_format).is_cast:
         return None
-    return Q8_K if is_foreign or weight_format.endswith("_k_gguf") else "q8_0_gguf"
+    return Q8_K if is_foreign or get_format(weight_format).block.cols == _Q8_K_BLOCK else "q8_0_gguf"
 
 
 def round_input(x: Tensor, name: str, dtype: torch.dtype | None = None) -> Tensor:

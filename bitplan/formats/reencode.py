@@ -74,7 +74,6 @@ def requantize(
     *,
     scale_rule: ScaleRule | None = None,
     percentile: float = 99.9,
-    importance: Tensor | None = None,
     name: str = "tensor",
 ) -> tuple[Encoded, DriftCounts]:
     """Encode the weight's new numbers in the same format, keeping each scale that still fits; see the module.
@@ -91,27 +90,22 @@ def requantize(
     if fmt.is_cast:
         return encode(x, fmt, scale_rule=scale_rule, name=name), DriftCounts()
     if fmt.is_opaque:
-        return _encode_again(
-            encoded, encode(x, fmt, scale_rule=scale_rule, importance=importance, pad="zero", name=name)
-        )
-    rule = check_options(fmt, scale_rule, importance, None, None, encoded.shape, name)
+        new = encode(x, fmt, scale_rule=scale_rule, pad="zero", name=name)
+        # For blocks that hold their own scales, which are searched anew: blocks whose bytes changed count as rebased.
+        blocks = math.prod(encoded.fmt.grid(encoded.shape))
+        one, two = (each.data.reshape(blocks, -1) if blocks else each.data for each in (encoded, new))
+        return new, DriftCounts(blocks, rebased=int((one != two).any(dim=-1).sum()) if blocks else 0)
+    rule = check_options(fmt, scale_rule, None, None, None, encoded.shape, name)
     matrix = finite(x, "error", name).reshape(fmt.matrix_shape(encoded.shape))
     check_magnitude(fmt, matrix, name)
     if fmt.zero_point:
-        step, zero = choose_affine(fmt, matrix, rule, percentile, importance, None, None)
+        step, zero = choose_affine(fmt, matrix, rule, percentile, None, None, None)
         again, counts = _requantize_affine(encoded, matrix, step, zero)
     else:
-        wanted, base = choose_scales(fmt, matrix, rule, percentile, importance, None, None)
+        wanted, base = choose_scales(fmt, matrix, rule, percentile, None, None, None)
         again, counts = _requantize_blocks(encoded, matrix, wanted, base)
     check_scales(again, name)
     return again, counts
-
-
-def _encode_again(old: Encoded, new: Encoded) -> tuple[Encoded, DriftCounts]:
-    """For blocks that hold their own scales, which are searched anew: blocks whose bytes changed count as rebased."""
-    blocks = math.prod(old.fmt.grid(old.shape))
-    one, two = (each.data.reshape(blocks, -1) if blocks else each.data for each in (old, new))
-    return new, DriftCounts(blocks, rebased=int((one != two).any(dim=-1).sum()) if blocks else 0)
 
 
 def _requantize_blocks(

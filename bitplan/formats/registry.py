@@ -8,7 +8,7 @@ from bitplan.base.errors import FormatError, did_you_mean
 from bitplan.formats import elements as el
 from bitplan.formats.elements import Element
 from bitplan.formats.format import ROW, TENSOR, Block, Format
-from bitplan.formats.gguf.blocks import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80, gguf_blocks
+from bitplan.formats.gguf.blocks import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80, gguf_blocks, gguf_vectors
 from bitplan.formats.packing import Packing
 from bitplan.formats.scale_rules import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
 
@@ -204,6 +204,12 @@ _BLOCKS = (
     gguf_blocks("q4_k_gguf", "groups of 32 with 6-bit scales and minima of two float16 numbers, codes 0..15"),
     gguf_blocks("q5_k_gguf", "groups of 32 with 6-bit scales and minima of two float16 numbers, codes 0..31"),
     gguf_blocks("q6_k_gguf", "groups of 16 with 8-bit scales of a float16 number, codes -32..31"),
+    gguf_blocks("iq4_xs_gguf", "groups of 32 with 6-bit scales of a float16 number, 16 levels dense about zero"),
+    gguf_vectors("iq3_s_gguf", "512 vectors of 4 numbers, free signs, 4-bit scales per 32 of a float16 number"),
+    gguf_vectors("iq3_xxs_gguf", "256 vectors of 4 numbers, even signs, 4-bit scales per 32 of a float16 number"),
+    gguf_vectors("iq2_s_gguf", "1024 vectors of 8 numbers, free signs, 4-bit scales per 16 of a float16 number"),
+    gguf_vectors("iq2_xs_gguf", "512 vectors of 8 numbers, even signs, 4-bit scales per 16 of a float16 number"),
+    gguf_vectors("iq2_xxs_gguf", "256 vectors of 8 numbers, even signs, 4-bit scales per 32 of a float16 number"),
 )
 
 _FORMATS = {fmt.name: fmt for fmt in _DTYPES + _BLOCKS}
@@ -211,6 +217,11 @@ _OTHER_NAMES = {"q8": "q8_0_gguf", "8bit": "int8_row", "q4": "q4_k_gguf", "4bit"
 _OTHER_NAMES |= {"fp4": "mxfp4", "fp8": "fp8_e4m3_row", "f8": "fp8_e4m3_row"}
 _OTHER_NAMES |= {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "half": "float16", "fp32": "float32"}
 _OTHER_NAMES |= {"f32": "float32"}
+_MIXES = {
+    "iq3_m": "iq3_s_m",
+    "iq3_xs": "iq3_s_xs",
+    "iq2_m": "iq2_s_m",
+}  # as if they were named for most of their tensors
 DTYPE_NAMES: tuple[str, ...] = tuple(fmt.name for fmt in _DTYPES)
 
 
@@ -226,7 +237,7 @@ def get_format(name: Format | str) -> Format:
 def _suggestion(name: str) -> str:
     """A hint for a name that others use: llama.cpp's types and mixes of them (Q4_K_M), torch's and vendors' words."""
     low = name.lower().replace("-", "_")
-    mix = re.fullmatch(r"(i?q\d_(?:k|nl|[01]))(?:_(?:xs|s|m|l|xl))?", low)
+    mix = re.fullmatch(r"(i?q\d_(?:k|nl|[01])|iq\d_(?:xxs|xs|s))(?:_(?:xs|s|m|l|xl))?", _MIXES.get(low, low))
     if mix is not None and f"{mix[1]}_gguf" in _FORMATS:
         more = "" if low == mix[1] else ", the type of most of its tensors; `bitplan search` mixes them for llama.cpp"
         return f"; llama.cpp's {name} is {mix[1] + '_gguf'!r}{more}"

@@ -182,7 +182,7 @@ def _flags_of_blocks(fmt: GgufBlocks, encoded: Encoded, grid: tuple[int, int]) -
     halves = fmt.stored_scales(encoded.data)
     nan, infinite = halves.isnan().any(dim=1).reshape(grid), halves.isinf().any(dim=1).reshape(grid)
     none, counts = torch.zeros_like(nan), torch.zeros(grid, dtype=torch.int32, device=encoded.device)
-    return BlockFlags(nan, infinite, infinite, none, counts, counts, counts, counts + fmt.layout.numbers)
+    return BlockFlags(nan, infinite, infinite, none, counts, counts, counts, counts + (fmt.block.cols or 0))
 
 
 def every_code_is_defined(fmt: Format) -> bool:

@@ -170,7 +170,7 @@ class JointProjection:
         if layer._modules["weight"] is not weight or layer._parameters["bias"] is not None:
             return False
         parts = weight._buffers
-        return parts["data"] is data and parts["scales"] is scales and parts.get("base") is base
+        return parts["data"] is data and parts.get("scales") is scales and parts.get("base") is base
 
     def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
         if compiling:
@@ -265,7 +265,8 @@ class JointProjection:
 def _joined(weights: Sequence[PackedWeight]) -> Encoded:
     """One matrix of all rows; the weights become views of it. Its base is the first weight's; kernels get all bases."""
     first = weights[0]
-    parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in ("data", "scales")}
+    held = [name for name in ("data", "scales") if name in first._buffers]
+    parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in held}
     start = 0
     for weight in weights:
         for name, part in parts.items():

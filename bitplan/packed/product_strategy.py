@@ -136,28 +136,22 @@ def choose(
     if strategy == "fp8" and (refused := why_no_fp8(weight, dtype, input)) is not None:
         raise _cannot_run(strategy, weight, where, refused)
     if strategy == "fused":
-        return _asked_for_fused(weight, rows, dtype, where, fused)
+        reason = _why_not_fused(fused, weight, dtype)
+        launch = None
+        if reason is None and weight.device.type == "cuda":
+            record = crossovers_of(weight.device).find(weight.fmt.name, *weight.shape)
+            if record is not None:
+                timing = record.at(rows)
+                reason, launch = record.refused, timing.launch if timing.rows >= rows else None
+        if reason is not None or fused is None:
+            raise _cannot_run("fused", weight, where, reason)
+        return Pick("fused", f"asked for: {fused.name}, which {fused.note(weight.encoded)}", launch)
     if strategy == "tile_cache":
         check_cache(weight.device, cache, where)
     return Pick(strategy, "asked for")
 
 
 # ---- asked for by name -----------------------------------------------------------------------------------------------
-
-
-def _asked_for_fused(
-    weight: PackedWeight, rows: int, dtype: torch.dtype, where: str, fused: FusedMatmul | None
-) -> Pick:
-    reason = _why_not_fused(fused, weight, dtype)
-    launch = None
-    if reason is None and weight.device.type == "cuda":
-        record = crossovers_of(weight.device).find(weight.fmt.name, *weight.shape)
-        if record is not None:
-            timing = record.at(rows)
-            reason, launch = record.refused, timing.launch if timing.rows >= rows else None
-    if reason is not None or fused is None:
-        raise _cannot_run("fused", weight, where, reason)
-    return Pick("fused", f"asked for: {fused.name}, which {fused.note(weight.encoded)}", launch)
 
 
 def _cannot_run(strategy: str, weight: PackedWeight, where: str, reason: str | None) -> LayerError:

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from bitplan.base.errors import ArgumentError, FormatError, PlanError
 from bitplan.formats import Format, get_format
 from bitplan.formats.format import NARROW_KERNEL
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
 from bitplan.formats.input_formats import Inputs, input_format
 from bitplan.plan.manifest import Manifest
@@ -27,7 +28,7 @@ SMALL_NUMBERS = 1024
 NOT_FLOATS = "not floats"
 FLOAT_TYPES = ("float64", "float32", "float16", "bfloat16")
 _NARROW_FLOATS = ("float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float4_e2m1fn_x2")
-GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf", *LAYOUTS)
+GGUF_FORMATS = ("q4_0_gguf", "q8_0_gguf", "mxfp4_gguf", *LAYOUTS, *VECTOR_LAYOUTS)
 # A tensor of another type stays as it is; its plan names the format whose codes have this type.
 _CODES = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2", "complex64": "int64", "complex128": "int64"}
 _CODES |= dict.fromkeys(("bool", "float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz", "float4_e2m1fn_x2"), "uint8")

@@ -68,7 +68,9 @@ def plan_of_document(document: Any, at: int | None = None, *, where: str = "plan
     if at is not None:
         raise PlanFileError(f"{where}@{at}: only a policy has token counts and only a log has steps")
     if named == "bitplan-selective-state":
-        return _plan_of_state(fields)
+        config, state = fields.fields("config"), fields.fields("state")
+        formats = {name: config.text(f"{name}_format", fmt) for name, fmt in _WIRE.items() if name != "bf16"}
+        return _plan_of_units(state.items("units"), formats | {"bf16": BF16}, state.whole("last_step", None), "score")
     if document.get("format") == "bitplan.trees":
         return _plan_of_trees(fields)
     if named != DOCUMENT:
@@ -137,12 +139,6 @@ def _rank(choice: Choice) -> tuple[bool, float]:
 
 
 # ---- what crosses the bus --------------------------------------------------------------------------------------------
-
-
-def _plan_of_state(document: _Fields) -> Plan:
-    config, state = document.fields("config"), document.fields("state")
-    formats = {name: config.text(f"{name}_format", fmt) for name, fmt in _WIRE.items() if name != "bf16"}
-    return _plan_of_units(state.items("units"), formats | {"bf16": BF16}, state.whole("last_step", None), "score")
 
 
 def plan_of_log(lines: Iterable[tuple[int, Any]], step: int | None = None, *, where: str = "log") -> Plan:

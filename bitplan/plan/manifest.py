@@ -198,7 +198,12 @@ class NamePatterns:
         if op == "BRANCH":
             return self._branch(argument[1], state)
         if op == "AT":
-            return self._anchor(str(argument), state)
+            kind = str(argument)
+            if kind not in ("AT_BEGINNING", "AT_BEGINNING_STRING", "AT_END", "AT_END_STRING"):
+                _refuse("a word boundary is")
+            anchor = self._next(state)
+            (self._starts if "BEGINNING" in kind else self._ends).add(anchor)
+            return self._next(anchor)
         if op in _REFUSED:
             _refuse(_REFUSED[op])
         before = state if self._letters[state] is None else self._next(state)
@@ -234,13 +239,6 @@ class NamePatterns:
         after = self._state()
         self._free[state].append(after)
         return after
-
-    def _anchor(self, kind: str, state: int) -> int:
-        if kind not in ("AT_BEGINNING", "AT_BEGINNING_STRING", "AT_END", "AT_END_STRING"):
-            _refuse("a word boundary is")
-        anchor = self._next(state)
-        (self._starts if "BEGINNING" in kind else self._ends).add(anchor)
-        return self._next(anchor)
 
 
 def _parse(regex: str) -> Any:

@@ -109,22 +109,20 @@ def log_axis(values: Sequence[float], label: str, *, formatter: Format | None = 
     """An axis with powers of the base around the values; between powers of ten also 2 and 5, if the range is short."""
     wanted = [max(value, 1e-290) for value in values if value > 0] or [1.0]  # `share` counts smaller values as 0
     written = formatter or (lambda value: f"{value:g}" if 1e-4 <= value < 1e6 else f"{value:.0e}".replace("e-0", "e-"))
-    places = _log_places(min(wanted), max(wanted), base)
-    powers = [value for value, is_power in places if is_power]
-    every = max(1, math.ceil(len(powers) / 8))
-    labelled = [value for value, _ in places] if len(places) <= 9 and base == 10 else powers[::every]
-    ticks = tuple((value, _trim(written(value))) for value in labelled)
-    return Axis(label, places[0][0], places[-1][0], ticks, log=True)
-
-
-def _log_places(low: float, high: float, base: int) -> list[tuple[float, bool]]:
-    """Round values from the last below `low` to the first above `high`, and which of them are powers."""
+    low = min(wanted)
+    high = max(wanted)
+    # Round values from the last below `low` to the first above `high`, and which of them are powers.
     steps = (1, 2, 5) if base == 10 else (1,)
     first, last = math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2
     known = [(step * float(base) ** power, step == 1) for power in range(first, last) for step in steps]
     start = max(index for index, (value, _) in enumerate(known) if value <= low * (1 + 1e-9))
     end = min(index for index, (value, _) in enumerate(known) if value >= high * (1 - 1e-9))
-    return known[start : max(end, start + 1) + 1]
+    places = known[start : max(end, start + 1) + 1]
+    powers = [value for value, is_power in places if is_power]
+    every = max(1, math.ceil(len(powers) / 8))
+    labelled = [value for value, _ in places] if len(places) <= 9 and base == 10 else powers[::every]
+    ticks = tuple((value, _trim(written(value))) for value in labelled)
+    return Axis(label, places[0][0], places[-1][0], ticks, log=True)
 
 
 @dataclass

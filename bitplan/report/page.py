@@ -19,6 +19,7 @@ from bitplan.base.version import __version__
 from bitplan.report.markup import Markup, tag
 from bitplan.report.read_records import Record, read_records
 from bitplan.report.section import Section
+from bitplan.report.section_of_fit import fit_section
 from bitplan.report.section_of_machine import machine_section
 from bitplan.report.section_of_plan import RECORDS, findings_section, plan_section, run_section
 from bitplan.report.section_of_precision import precision_section
@@ -32,6 +33,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section | No
     (tuple(RECORDS), run_section),
     (("searching",), progress_section),
     (("search",), search_section),
+    (("fit",), fit_section),
     (("plan",), plan_section),
     (("findings",), findings_section),
     (("quality",), quality_section),
@@ -62,7 +64,7 @@ def build_sections(records: Sequence[Record]) -> list[Section]:
         chosen = [record for record in records if record.kind in kinds]
         if chosen and (section := draw(chosen)) is not None:
             sections.append(section)
-    if any(section.anchor == "search" for section in sections):  # which has the plan's size, KL and perplexity
+    if any(section.anchor in ("search", "fit") for section in sections):  # which has the plan's size, KL and perplexity
         same_plan = ("decisions", "quality")
         sections = [replace(each, facts=(), summary=()) if each.anchor in same_plan else each for each in sections]
     return [*sections, machine_section(records)]

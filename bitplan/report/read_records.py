@@ -114,6 +114,7 @@ def _has(*keys: str) -> Callable[[dict[str, Any]], bool]:
 KINDS = (
     RecordKind("plan", "plan", _has("tensors"), document="bitplan-plan", versions=(1,)),
     RecordKind("search", "search", _has("front", "plan", "measured"), document="bitplan-front", versions=(1,)),
+    RecordKind("fit", "fit", _has("goal", "plan", "measured"), document="bitplan-fit", versions=(1,)),
     RecordKind(
         "searching",
         "search in progress",

@@ -44,7 +44,9 @@ def fingerprint_of(record: Record) -> dict[str, str]:
 
 def machine_section(records: Sequence[Record]) -> Section:
     stated = {record.name: fingerprint for record in records if (fingerprint := fingerprint_of(record))}
-    machines = sorted({_machine(fingerprint) for fingerprint in stated.values()} - {""})
+    machines = sorted(
+        {(fingerprint.get("gpu") or fingerprint.get("cpu") or "") for fingerprint in stated.values()} - {""}
+    )
     summary: tuple[object, ...] = ()
     if len(machines) > 1:
         names = ", ".join(machines)
@@ -53,10 +55,6 @@ def machine_section(records: Sequence[Record]) -> Section:
         summary = (f"Measured on {machines[0]}.",)
     body = join([_fingerprints(stated), heading("Records"), _files(records)])
     return Section("machine", "Machine and records", body, summary)
-
-
-def _machine(fingerprint: dict[str, str]) -> str:
-    return fingerprint.get("gpu") or fingerprint.get("cpu") or ""
 
 
 def _fingerprints(stated: dict[str, dict[str, str]]) -> Markup:

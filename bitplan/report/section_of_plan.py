@@ -180,11 +180,6 @@ def _by_role(decided: Sequence[Decided]) -> list[tuple[str, float, str, str]]:
     ]
 
 
-def _why(item: Decided) -> Markup:
-    """The reason, and below it its figures."""
-    return join([item.reason, tag("small", item.evidence)]) if item.evidence else escape(item.reason)
-
-
 def _table(decided: Sequence[Decided], classes: dict[str, str]) -> Markup:
     with_role, with_input = any(item.role for item in decided), any(item.input for item in decided)
     columns = [Column("Tensor", mono=True), Column("Format", choose=True)]
@@ -201,7 +196,7 @@ def _table(decided: Sequence[Decided], classes: dict[str, str]) -> Markup:
         row += [
             Cell("" if sizes is None else shape(sizes), float(math.prod(sizes or [0]))),
             Cell(nbytes(item.nbytes) if sizes is not None else "", float(item.nbytes)),
-            Cell(_why(item)),
+            Cell(join([item.reason, tag("small", item.evidence)]) if item.evidence else escape(item.reason)),
         ]
         rows.append(row)
     return table(f"the {count(len(decided))} tensors of the plan", columns, rows)

@@ -172,13 +172,11 @@ def _rule_name(rule: RecordFields) -> str:
 
 def _bands(rule: RecordFields) -> list[tuple[float, float]]:
     found = rule.value.get("bands")
-    if not isinstance(found, list) or not all(_is_pair(each) for each in found):
+    if not isinstance(found, list) or not all(
+        (isinstance(each, list) and len(each) == 2 and all(map(is_number, each))) for each in found
+    ):
         rule.fail("bands", "a list of pairs of token counts", found)
     return [(float(low), float(high)) for low, high in found]
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(map(is_number, value))
 
 
 def _rule_card(rule: RecordFields, threshold: float, confidence: float) -> Markup:
@@ -272,7 +270,11 @@ def _benchmark(record: Record) -> tuple[Markup, Markup, list[Fact]]:
         series.setdefault(row.text("precision"), []).append((float(row.whole("tokens")), samples))
     drawn = [_times_card(record, name, series, "tokens") for name, series in list(layers.items())[:MAX_CHARTS]]
     note = "Every sample is a dash; the line goes through the middle one."
-    note += "" if _is_whole(record) else " Unfinished: the benchmark has not written its last line."
+    note += (
+        ""
+        if (isinstance(record.content, dict) or (isinstance(record.content[-1], dict) and "end" in record.content[-1]))
+        else " Unfinished: the benchmark has not written its last line."
+    )
     body = join([source(record, note), cards(drawn), _failures(failed)])
     text = f"The layer benchmark timed {plural(len(layers), 'layer product')} in {plural(len(rows), 'row')}"
     text += f", of which {len(failed)} failed" if failed else ""
@@ -284,10 +286,6 @@ def _benchmark_rows(record: Record) -> list[RecordFields]:
         return list(record.fields().each("rows"))
     lines = record.lines()
     return [each for each in lines[1:] if "end" not in each]
-
-
-def _is_whole(record: Record) -> bool:
-    return isinstance(record.content, dict) or (isinstance(record.content[-1], dict) and "end" in record.content[-1])
 
 
 def _failures(rows: Sequence[RecordFields]) -> Markup:
@@ -341,16 +339,17 @@ def _times_card(record: Record, name: str, series: Series, across: str, note: st
             frame.add(_dots(frame, at, times, kinds[way]))
         frame.add(
             *(
-                marker((frame.px(at), frame.py(ms)), kinds[way], _time_text(way, at, across, ms), radius=3)
+                marker(
+                    (frame.px(at), frame.py(ms)),
+                    kinds[way],
+                    f"{way}, {count(at)} {across}: {milliseconds(ms)}",
+                    radius=3,
+                )
                 for at, ms in middles[way]
             )
         )
     caption = f"{note}{_fastest(middles, across)}"
     return card(name, frame.svg(), legend=legend([(kind, way) for way, kind in kinds.items()]), note=caption)
-
-
-def _time_text(way: str, at: float, across: str, ms: float) -> str:
-    return f"{way}, {count(at)} {across}: {milliseconds(ms)}"
 
 
 def _dots(frame: Frame, at: float, samples: Sequence[float], kind: str) -> Markup:

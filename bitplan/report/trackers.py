@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from bitplan.report.read_records import Record, ReportError, is_number, read_records
+from bitplan.report.read_records import ReportError, is_number, read_records
 
 Send = Callable[[dict[str, float], int | None], None]
 STEPS = {"training": "step", "precision": "step_id", "stream": "step"}  # logs of steps, and the key of the step
@@ -37,7 +37,10 @@ def log_records(records: Iterable[str | Path], tracker: Any) -> int:
     without_step: dict[str, float] = {}
     for record in read_records(records):
         if record.kind in STEPS:
-            _collect_lines(record, by_step)
+            key = STEPS[record.kind]
+            for line in record.content:
+                if key in line:
+                    by_step.setdefault(line[key], {}).update(_figures(f"{record.kind}/", line, leave=key))
         elif record.kind == "search":
             for part in ("reference", "noise_floor", "plan"):
                 without_step |= _figures(f"search/{part}/", record.content[part])
@@ -52,13 +55,6 @@ def log_records(records: Iterable[str | Path], tracker: Any) -> int:
     if without_step:
         send(without_step, None)
     return sum(map(len, by_step.values())) + len(without_step)
-
-
-def _collect_lines(record: Record, by_step: dict[int, dict[str, float]]) -> None:
-    key = STEPS[record.kind]
-    for line in record.content:
-        if key in line:
-            by_step.setdefault(line[key], {}).update(_figures(f"{record.kind}/", line, leave=key))
 
 
 def _figures(prefix: str, values: dict[str, Any], leave: str = "") -> dict[str, float]:

@@ -94,7 +94,9 @@ def columns_in_order(hessian: Tensor, layout: ScaledBlocks, order: Order) -> tup
     sums = torch.nn.functional.pad(weight, (0, missing)).reshape(-1, layout.width).sum(1)
     blocks = (sums / (layout.filled - firsts).clamp(max=layout.width)).argsort(descending=True, stable=True)
     last = torch.nn.functional.pad(weight, (0, missing), value=-torch.inf).reshape(-1, layout.width)
-    inside = last.argsort(dim=1, descending=True, stable=True) + firsts.unsqueeze(1)
+    units = last.reshape(len(last), -1, layout.together).sum(2).argsort(dim=1, descending=True, stable=True)
+    inside = (units.unsqueeze(2) * layout.together + torch.arange(layout.together, device=units.device)).flatten(1)
+    inside += firsts.unsqueeze(1)
     columns = inside[blocks].reshape(-1)
     return blocks.tolist(), columns[columns < layout.filled] if missing else columns
 
@@ -123,7 +125,7 @@ class InputHessian:
     def factor(
         self, layout: ScaledBlocks, order: Order, damping: float, device: torch.device, name: str
     ) -> OrderedFactor:
-        key = (layout.cols, layout.filled, layout.width, order, damping, device)
+        key = (layout.cols, layout.filled, layout.width, layout.together, order, damping, device)
         if self._last is None or self._last[0] != key:
             seen = self._checked(layout, device, name)
             blocks, columns = columns_in_order(seen, layout, order)

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from bitplan.formats import Encoded, Format
 from bitplan.formats.elements import Element, IntegerElement
+from bitplan.formats.gguf.blocks import GgufVectors
+from bitplan.formats.gguf.grids import NUMBERS, SIGNED, VectorLayout
 from bitplan.formats.tiles import to_blocks
 
 # ---- numbers of codes ------------------------------------------------------------------------------------------------
@@ -70,13 +72,16 @@ def grid_of(element: Element | None) -> Grid | None:
 
 @dataclass(frozen=True)
 class ScaledBlocks:
-    """Blocks of `height` rows and `width` columns on `rows` x `cols` numbers, of which `filled` columns are stored."""
+    """Blocks of `height` rows and `width` columns on `rows` x `cols` numbers, of which `filled` columns are stored;
+    `together` columns are rounded at once.
+    """
 
     rows: int
     cols: int
     filled: int
     height: int
     width: int
+    together: int = 1
 
     @property
     def across(self) -> int:
@@ -113,7 +118,8 @@ def layout_of(fmt: Format, shape: tuple[int, ...]) -> ScaledBlocks:
         return ScaledBlocks(rows, cols, cols, max(rows, 1), max(cols, 1))
     rows, cols = fmt.matrix_shape(shape)
     filled = fmt.padded_cols(cols)
-    return ScaledBlocks(rows, cols, filled, fmt.block.rows or 1, fmt.block.cols or max(filled, 1))
+    together = SIGNED if isinstance(fmt, GgufVectors) else 1
+    return ScaledBlocks(rows, cols, filled, fmt.block.rows or 1, fmt.block.cols or max(filled, 1), together)
 
 
 def scales_of(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
@@ -179,3 +185,26 @@ def unordered(ordered: Tensor, at: Tensor) -> Tensor:
     columns = torch.empty_like(ordered)
     columns[:, at] = ordered
     return columns
+
+
+@dataclass
+class VectorScales:
+    """Of [R, filled] numbers: d [R, blocks] and multiples as stored [R, groups], in float32."""
+
+    layout: VectorLayout
+    d: Tensor
+    stored: Tensor
+
+    def steps(self) -> Tensor:
+        """What vectors' numbers are multiplied by, [R, groups]."""
+        wide = self.d.repeat_interleave(NUMBERS // self.layout.group, 1)
+        return wide * self.layout.multiples(self.stored)
+
+    def values(self, v: Tensor) -> Tensor:
+        return v * self.steps().repeat_interleave(self.layout.group, 1)
+
+
+def inverse_of(own: Tensor) -> Tensor:
+    """The inverse of [..., 8, 8] parts of a Hessian, computed in float64."""
+    inverse: Tensor = torch.linalg.inv(own.double())
+    return inverse.float()

@@ -317,7 +317,7 @@ class ScaledRounder:
         rows, wide, high = len(numbers), np.array(multiples, F32), self._grid[1]
         codes, errors, scales = torch.empty(piece.shape), torch.empty(piece.shape), torch.empty(rows, 1)
         outs = codes.numpy(), errors.numpy(), scales.numpy()
-        step, parts = _rows_at_once(rows), np.zeros(piece.shape[1], np.int64)
+        step, parts = rows_at_once(rows), np.zeros(piece.shape[1], np.int64)
 
         def work(first: int) -> None:
             own = slice(first, first + step)
@@ -346,7 +346,7 @@ class ScaledRounder:
             sweep_blocks(slopes, changes, own, code, scale, *settings)
             all_codes[rows, cols], all_scales[rows, blocks] = code, scale
 
-        _sweep_pieces(sweep_rows, gradient, hessian, max(1, SPAN // self._width) * self._width, sweeps)
+        sweep_pieces(sweep_rows, gradient, hessian, max(1, SPAN // self._width) * self._width, sweeps)
 
 
 def scaled_rounder_of(width: int, ladder: ScaleLadder) -> ScaledRounder | None:
@@ -358,12 +358,12 @@ def scaled_rounder_of(width: int, ladder: ScaleLadder) -> ScaledRounder | None:
     return ScaledRounder(width, ladder.grid, storage, is_power=is_power, is_signed=ladder.is_signed)
 
 
-def _sweep_pieces(sweep_rows: Callable[..., None], gradient: Tensor, hessian: Tensor, width: int, sweeps: int) -> None:
+def sweep_pieces(sweep_rows: Callable[..., None], gradient: Tensor, hessian: Tensor, width: int, sweeps: int) -> None:
     """Sweep over `width` columns of all rows at a time; between them the gradient moves by a matrix product.
 
     sweep_rows   (rows, columns, their part of the Hessian, slopes, changes): writes by how much values changed
     """
-    columns, step = gradient.shape[1], _rows_at_once(len(gradient))
+    columns, step = gradient.shape[1], rows_at_once(len(gradient))
     pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
     owns = [hessian[cols, cols].contiguous().numpy() for cols in pieces]
     for done in range(sweeps):
@@ -400,7 +400,7 @@ class BlockRounder:
         codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
         outs = codes.numpy(), errors.numpy()
         inside, groups, weights = self._inside[columns], self._groups[columns], self._weights[block]
-        step = _rows_at_once(len(given))
+        step = rows_at_once(len(given))
 
         def work(first: int) -> None:
             rows = slice(first, first + step)
@@ -449,7 +449,7 @@ def sweep_groups(
     def sweep_rows(rows: slice, cols: slice, own: Any, slopes: Any, changes: Any) -> None:
         _sweep_groups(slopes, changes, own, sums[cols.start], *(part[rows] for part in parts), cols.start, *numbers)
 
-    _sweep_pieces(sweep_rows, gradient, hessian, width, sweeps)
+    sweep_pieces(sweep_rows, gradient, hessian, width, sweeps)
 
 
 def _limits(layout: Layout) -> tuple[int, int, bool, bool, np.float32, np.float32]:
@@ -464,7 +464,7 @@ def _by_rows(
     whole = piece.contiguous().numpy()
     arrays: list[Any] = [each.contiguous().numpy() for each in given]
     numbers = _numbers_of(grid)
-    step = _rows_at_once(len(whole))
+    step = rows_at_once(len(whole))
 
     def work(first: int) -> None:
         rows = slice(first, first + step)
@@ -478,7 +478,7 @@ def _numbers_of(grid: Grid) -> tuple[Any, ...]:
     return F32(grid.low), F32(grid.high), F32(grid.mantissa), F32(grid.least), grid.is_float, table
 
 
-def _rows_at_once(rows: int) -> int:
+def rows_at_once(rows: int) -> int:
     """What a thread takes at a time; all of them where there is one thread: each call costs as much as some rows."""
     threads = thread_count()
     return max(FEWEST_ROWS, rows if threads == 1 else -(-rows // (4 * threads)))

@@ -23,7 +23,7 @@ from torch import Tensor
 from bitplan.base.errors import FormatError
 from bitplan.formats import Encoded, Format, get_format
 from bitplan.formats.dispatch import decode, encode
-from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.gguf.blocks import GgufBlocks, GgufVectors
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.formats.gguf.search import SearchBySums, TorchSums, search_blocks
 from bitplan.formats.scale_rules import reciprocal
@@ -51,6 +51,7 @@ from bitplan.rounding.layout import (
     with_rows_of,
 )
 from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for, rounding_rows_of
+from bitplan.rounding.round_vectors import round_vectors
 from bitplan.rounding.scale_search import ScaleLadder, search_scales
 
 # ---- GGUF's blocks of groups -----------------------------------------------------------------------------------------
@@ -252,12 +253,6 @@ def round_with_feedback(
     return join_rows(rounded, plain, order)
 
 
-def _error_between_outputs(matrix: Tensor, values: Tensor | None, hessian: Tensor, outputs: Tensor) -> Tensor:
-    """Return tr(G E H E^T), [1] float64; values None are zeros."""
-    error = matrix if values is None else matrix - values
-    return (outputs.to(error.device).float() * (error @ hessian @ error.T)).double().sum().reshape(1)
-
-
 # ---- a weight as a whole ---------------------------------------------------------------------------------------------
 
 
@@ -356,7 +351,10 @@ def _round(
         raise FormatError(f"{name}: `outputs` is used together with `hessian`, X^T X of the inputs, which is not given")
     plain = encode(weight, fmt, pad=pad, base=base, name=name)
     measure: Measure = "hessian" if hessian is not None else "moments" if moments is not None else "squared error"
-    if not _can_round(fmt) or not weight.numel():
+    if (
+        not (isinstance(fmt, GgufBlocks) or (grid_of(fmt.element) is not None and not fmt.zero_point))
+        or not weight.numel()
+    ):
         return plain, Rounding(measure, 0.0, 0.0, 0, 0)
     if weight.dim() < 2:
         raise FormatError(f"{name}: expected a matrix, [outputs, inputs], got shape {tuple(weight.shape)}")
@@ -386,9 +384,10 @@ def _round(
 
     def errors_of(encoded: Encoded | None) -> Tensor:
         """Return the error of each strip, or of all where rows make up for each other; None: of the weights alone."""
-        values = None if encoded is None else _filled_values(encoded, layout)
+        values = None if encoded is None else _filled(decode(encoded).reshape(layout.rows, layout.cols), layout)
         if measure == "hessian and outputs" and outputs is not None:
-            return _error_between_outputs(matrix, values, cost, outputs)
+            error = matrix if values is None else matrix - values
+            return (outputs.to(error.device).float() * (error @ cost @ error.T)).double().sum().reshape(1)
         return layout.sum_of_strips(_errors(matrix, values, cost))
 
     before, after = errors_of(plain), errors_of(rounded)
@@ -403,10 +402,6 @@ def _round(
         used,
     )
     return with_rows_of(rounded, plain, layout, worse), report
-
-
-def _can_round(fmt: Format) -> bool:
-    return isinstance(fmt, GgufBlocks) or (grid_of(fmt.element) is not None and not fmt.zero_point)
 
 
 def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledBlocks) -> Encoded:
@@ -425,6 +420,9 @@ def _by_columns(matrix: Tensor, weights: Tensor, plain: Encoded, layout: ScaledB
 def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: ScaledBlocks, sweeps: int) -> Encoded:
     """Codes that make up for each other's errors; some rows of a large matrix at a time, for each takes much memory."""
     fmt, shape = plain.fmt, plain.shape
+    if isinstance(fmt, GgufVectors):
+        parts = [round_vectors(matrix[rows], by, fmt, sweeps) for rows, _ in _strips_at_once(layout)]
+        return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
     if isinstance(fmt, GgufBlocks):
         parts = [round_groups(matrix[rows], by, fmt, sweeps) for rows, _ in _strips_at_once(layout)]
         return Encoded(fmt, shape, torch.cat(parts).reshape(plain.data.shape))
@@ -466,10 +464,6 @@ def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
         weighted = error * cost if cost.dim() == 1 else error @ cost
         errors.append((error.double() * weighted.double()).sum(1))
     return torch.cat(errors)
-
-
-def _filled_values(encoded: Encoded, layout: ScaledBlocks) -> Tensor:
-    return _filled(decode(encoded).reshape(layout.rows, layout.cols), layout)
 
 
 def _filled(matrix: Tensor, layout: ScaledBlocks) -> Tensor:

@@ -34,7 +34,7 @@ from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, 
 from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_memory
 from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
 from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
-from bitplan.searching.plan_meter import PlanMeter
+from bitplan.searching.plan_meter import PlanMeter, ratios_of_kinds
 from bitplan.searching.searched_model import SearchSubject, group_tensors, prepare
 from bitplan.searching.solver import nearest_uniform
 from bitplan.searching.statistics import EVIDENCE as INPUT_EVIDENCE
@@ -117,6 +117,7 @@ def collect_evidence(
     *,
     folder: Path | None = None,
     unscored: int = 1,
+    kinds: Sequence[str] = (),
     near_bits: float | None = None,
     inputs: InputMode = "keep",
     rows: int | None = None,
@@ -128,6 +129,7 @@ def collect_evidence(
 
     windows     text for the statistics
     checks      other windows of it, on which each projection is measured in one format, in all layers at once
+    kinds       where the text is of several kinds: the kind of each of those windows
     near_bits   the size that is wanted: groups are measured in the best format of about this size
     inputs      "8": products round their inputs to eight bits where the target can; "auto": or do not
     rows        also time every format at so many rows
@@ -147,7 +149,7 @@ def collect_evidence(
             rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     evidence.text |= count_experts(subject, rounded.statistics)
-    meter = PlanMeter(rounded, checks, unscored=unscored, kept_bytes=memory.kept_logits // 2)
+    meter = PlanMeter(rounded, checks, unscored=unscored, kept_bytes=memory.kept_logits // 2, kinds=kinds)
     wanted = groups_with_formats(subject, formats)
     _predict(rounded, evidence, wanted, kept, stage)
     parts = _unchecked_parts(evidence, wanted)
@@ -262,12 +264,14 @@ def _check_part(evidence: SearchEvidence, choice: Mapping[str, str], meter: Plan
     What the prediction leaves out, correlations between outputs and between positions, differs more between projections
     than between layers of one; and many small changes together are measured with less noise than one.
     """
-    measured = meter.kl(evidence, choice, f"{part} of all layers")
+    quality = meter.measure(evidence, choice, f"{part} of all layers")
+    assert quality.against is not None
+    measured, ratios = max(0.0, quality.against.kl.mean), ratios_of_kinds(quality, meter.kinds)
     predicted = sum(evidence.groups[name].formats[fmt].predicted for name, fmt in choice.items())
     for name, fmt in choice.items():
         if predicted > 0 and measured > 0:
             evidence.groups[name].factor = measured / predicted
-        evidence.groups[name].checked = fmt
+        evidence.groups[name].checked, evidence.groups[name].kinds = fmt, ratios
 
 
 def require_same(evidence: SearchEvidence, fingerprint: Mapping[str, str], where: str) -> None:

@@ -17,7 +17,7 @@ The document, version 1. It needs no torch and no model to solve again for anoth
      "proven": [{"goal": {"bits": B, ...}, "kl": NATS, "choice": {GROUP: F}}], the plan that was handed over for a goal,
      "stays": {NAME: {"format": F, "shape": [...], "role": R, "stored": DTYPE, "bytes": N, "reason": R}},
      "groups": {GROUP: {"tensors": {NAME: {"shape": [...], "role": R}}, "factor": RATIO, "checked": F,
-                        "reference_us": {ROWS: T}, "weight": W,
+                        "reference_us": {ROWS: T}, "weight": W, "kinds": {KIND: RATIO},
                         "formats": {F: {"bytes": N, "predicted": NATS, "factor": RATIO, "inputs": NATS,
                                         "us": {ROWS: T}}}}}}
 """
@@ -64,6 +64,10 @@ _TIMES = Kind(
     "an object of row counts to microseconds",
     lambda value: type(value) is dict and all(_ROWS.fullmatch(key) and _NATS.holds(us) for key, us in value.items()),
 )
+_RATIOS = Kind(
+    f"an object of kinds of text to numbers from 0 to {_MOST:g}",
+    lambda value: type(value) is dict and all(_NATS.holds(ratio) for ratio in value.values()),
+)
 _DTYPE = one_of(*ITEM_BYTES)
 _COUNT = Kind("an integer from 1 to 2^63 - 1", lambda value: is_size(value) and value > 0)
 _KEYS = {
@@ -92,6 +96,7 @@ _GROUP = {
     "checked": TEXT,
     "reference_us": _TIMES,
     "weight": _NATS,
+    "kinds": _RATIOS,
 }
 _TENSOR = {"shape": SHAPE, "role": TEXT}
 _FORMAT = {"bytes": SIZE, "predicted": _NATS, "factor": _NATS, "inputs": _NATS, "us": _TIMES}
@@ -149,6 +154,7 @@ class TensorGroup:
     checked: str = ""
     reference_us: Mapping[int, float] = field(default_factory=dict)  # unquantized, in BF16
     weight: float = 1.0  # how much its nats count when formats are chosen
+    kinds: Mapping[str, float] = field(default_factory=dict)  # its nats on each kind of text over those on all
 
     def nats(self, fmt: str) -> float:
         """What the format is believed to cost, alone."""
@@ -189,6 +195,12 @@ class SearchEvidence:
     together: float = 1.0
     complete: bool = True
     proven: list[ProvenPlan] = field(default_factory=list)
+    aims: list[dict[str, float]] = field(default_factory=list)  # of a goal, `aims_of`; not in the file
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of text that damage was measured on; none where it was one text."""
+        return list(dict.fromkeys(kind for group in self.groups.values() for kind in group.kinds))
 
     def proven_for(self, goal: Mapping[str, Any]) -> ProvenPlan | None:
         """The plan that was handed over for exactly this goal."""
@@ -207,8 +219,16 @@ class SearchEvidence:
         return sum(self.nats(group, fmt) for group, fmt in choice.items())
 
     def harm(self, choice: Mapping[str, str]) -> float:
-        """What a choice is judged by when formats are chosen: nats, each group's by its weight."""
-        return sum(self.nats(group, fmt) * self.groups[group].weight for group, fmt in choice.items())
+        """What a choice is judged by when formats are chosen: nats, each group's by its weight, on the worst aim."""
+        harms = [self.harms(group, fmt) for group, fmt in choice.items()]
+        return max(map(sum, zip(*harms, strict=True)), default=0.0)
+
+    def harms(self, group: str, fmt: str) -> list[float]:
+        """What a format of a group adds to each of the goal's aims."""
+        known = self.groups[group]
+        nats = self.nats(group, fmt) * known.weight
+        shares = [sum(share * known.kinds.get(kind, 1.0) for kind, share in aim.items()) for aim in self.aims]
+        return [nats * share for share in shares or [1.0]]
 
     def nbytes(self, choice: Mapping[str, str]) -> int:
         """Bytes of the whole model under a choice, what stays included."""
@@ -322,6 +342,7 @@ def _group_document(group: TensorGroup) -> dict[str, Any]:
         "checked": group.checked,
         **({"reference_us": _times_document(group.reference_us)} if group.reference_us else {}),
         **({} if group.weight == 1.0 else {"weight": group.weight}),
+        **({"kinds": dict(group.kinds)} if group.kinds else {}),
         "formats": {
             name: {
                 "bytes": cost.nbytes,
@@ -369,7 +390,7 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
             f"{where}: a group has tensors and formats; the search that wrote it did not finish: start it again"
         )
     times, weight = _read_times(item, "reference_us"), item.get("weight", 1.0)
-    return TensorGroup(tensors, formats, item["factor"], item["checked"], times, weight)
+    return TensorGroup(tensors, formats, item["factor"], item["checked"], times, weight, item.get("kinds", {}))
 
 
 def by_part(groups: Iterable[str]) -> dict[str, list[str]]:

@@ -6,7 +6,7 @@ What a search refuses.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +30,56 @@ class EvidenceFileError(SearchError, FileFormatError):
 
 # ---- goal ------------------------------------------------------------------------------------------------------------
 
+MEAN, WORST = "mean", "worst"
+Kinds = str | Sequence[float]
+
+
+def check_kinds(kinds: Kinds) -> None:
+    """Refuse what does not say how much each kind of text counts."""
+    shares = () if isinstance(kinds, str) else kinds
+    if isinstance(kinds, str) and kinds not in (MEAN, WORST):
+        raise GoalError(f"of several kinds of text mean, worst or shares as 0.7:0.3 count, got {kinds!r:.60}")
+    if any(not 0 <= share < _FAR_TOO_LARGE for share in shares) or (shares and not sum(shares)):
+        raise GoalError(f"shares of kinds of text are numbers from 0 and not all 0, got {list(shares)}")
+
+
+def parse_kinds(text: str) -> Kinds:
+    """mean, worst, or shares in the order of the texts: 0.7:0.3."""
+    if re.fullmatch(r"[0-9.]+(:[0-9.]+)+", text) is None:
+        check_kinds(text)
+        return text
+    try:
+        return tuple(float(share) for share in text.split(":"))
+    except ValueError:
+        raise GoalError(f"expected shares of kinds of text such as 0.7:0.3, got {text[:60]!r}") from None
+
+
+def kinds_document(kinds: Kinds) -> dict[str, Any]:
+    """What a goal's document says of kinds of text; nothing of their mean."""
+    return {} if kinds == MEAN else {"kinds": kinds if isinstance(kinds, str) else list(kinds)}
+
+
+def kinds_text(kinds: Kinds) -> str:
+    if isinstance(kinds, str):
+        return "the worst kind of text counts" if kinds == WORST else ""
+    return f"kinds of text count {':'.join(map('{:g}'.format, kinds))}"
+
+
+def aims_of(kinds: Kinds, names: Iterable[str]) -> list[dict[str, float]]:
+    """What is to be small, by shares of the kinds that a text has; of several the largest; nothing of their mean."""
+    known = list(dict.fromkeys(names))
+    if kinds == MEAN:
+        return []
+    count = 2 if isinstance(kinds, str) else len(kinds)
+    if len(known) < 2 or (not isinstance(kinds, str) and len(known) != count):
+        raise GoalError(
+            f"{kinds_text(kinds)}, and the text has {len(known) or 1} of them: give as many texts",
+            settings={"kinds": MEAN},
+        )
+    if isinstance(kinds, str):
+        return [{name: 1.0} for name in known]
+    return [{name: share / sum(kinds) for name, share in zip(known, kinds, strict=True)}]
+
 
 WINDOWS = 32  # of text for a search's statistics, where nobody says how many
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -48,6 +98,7 @@ class Goal:
     nbytes    bytes of all tensors
     max_kl    nats a token from the model; alone it asks for the fewest bytes
     faster    times BF16's speed, by times measured at `rows` rows
+    kinds     of text of several kinds what counts: "mean", "worst", or how much each does, in their order
     """
 
     bits: float | None = None
@@ -55,8 +106,10 @@ class Goal:
     max_kl: float | None = None
     faster: float | None = None
     rows: int = 1
+    kinds: Kinds = MEAN
 
     def __post_init__(self) -> None:
+        check_kinds(self.kinds)
         given = {"bits": self.bits, "nbytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
         if all(value is None for value in given.values()):
             some = {"bits": 4.5, "nbytes": 6_000_000_000, "max_kl": 0.01, "faster": 1.5}
@@ -67,6 +120,9 @@ class Goal:
                 raise GoalError(text, settings={name: None})
         if self.rows < 1:
             raise GoalError(f"the goal needs 1 row or more, got {self.rows}", settings={"rows": None})
+        if self.kinds != MEAN and self.max_kl is not None:
+            text = "a limit of KL holds for all text together; of single kinds a size or speed is the goal"
+            raise GoalError(text, settings={"max_kl": None, "kinds": None})
 
     def most_bytes(self, numbers: int) -> int | None:
         """The tighter of the two limits of size; `numbers` are the weights of the model."""
@@ -82,7 +138,8 @@ class Goal:
     def to_dict(self) -> dict[str, Any]:
         given = {"bits": self.bits, "bytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
         found: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        return found | ({"rows": self.rows} if self.faster is not None else {})
+        found |= {"rows": self.rows} if self.faster is not None else {}
+        return found | kinds_document(self.kinds)
 
     def __str__(self) -> str:
         words = [
@@ -90,6 +147,7 @@ class Goal:
             f"{self.nbytes:,} bytes" if self.nbytes is not None else "",
             f"KL of at most {self.max_kl:g} nats" if self.max_kl is not None else "",
             f"{self.faster:g} times BF16's speed at {self.rows} rows" if self.faster is not None else "",
+            kinds_text(self.kinds),
         ]
         return ", ".join(filter(None, words))
 

@@ -15,14 +15,19 @@ import sys
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
-from bitplan.searching.goal import SearchError
+from bitplan.base.documents import LIST, SIZE, TEXT, Reader, load_document
+from bitplan.base.records import write_json
+from bitplan.searching.engine_memory import EngineMemory, Held
+from bitplan.searching.goal import EvidenceFileError, SearchError
 
 LAYERS, VOCABULARY, ROWS_AT_ONCE = 2, 512, 2048
 PROBE_S = 600.0
+MEMORY, DOCUMENT, VERSION = "memory.json", "bitplan-memory", 1
+PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE}
 MARGIN = 1.02  # two runs of one process differ by 1 to 1.5%
 
 
@@ -44,7 +49,7 @@ class MemoryProbe:
 
 def probe_memory(model: nn.Module | str | Path, context: int, batch: int, device: str = "cpu") -> MemoryProbe:
     """Measure in a child process; `model` gives its config, or is the folder or GGUF file that has it."""
-    config: Any = model.config if isinstance(model, nn.Module) else _config_of(Path(model))
+    config = config_of(model)
     request = {
         "config": config.to_dict(),
         "model_type": config.model_type,
@@ -65,14 +70,87 @@ def probe_memory(model: nn.Module | str | Path, context: int, batch: int, device
     return MemoryProbe(context, batch, device, int(MARGIN * int(lines[-1])))
 
 
-def _config_of(path: Path) -> Any:
+def config_of(model: nn.Module | str | Path) -> Any:
+    """The config of a model of transformers, or of the folder or GGUF file that has it."""
     import transformers
 
     from bitplan.files.headers import is_gguf
 
+    if isinstance(model, nn.Module):
+        return model.config
+    path = Path(model)
     if is_gguf(path):
         return transformers.AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name, trust_remote_code=False)
     return transformers.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+
+
+class FitLike(Held, Protocol):
+    """The goal of a fit, as far as memory beside weights depends on it."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def engine(self) -> EngineMemory: ...
+
+
+@dataclass
+class Reserve:
+    """Memory beside weights, keys and values: measured for bitplan, by a formula for other engines.
+
+    Two runs of one process differ by 10 MB, so what was measured is kept: the same goal has the same plan.
+    """
+
+    model: nn.Module | str | Path
+    goal: FitLike
+    folder: Path | None = None
+    writes: bool = False
+
+    def at(self, context: int) -> MemoryProbe:
+        """For a context, with the goal's texts and device."""
+        goal = self.goal
+        if goal.engine.overhead is not None:
+            held = _HeldAtOnce(context, goal.batch)
+            return MemoryProbe(context, goal.batch, goal.device, goal.engine.overhead(config_of(self.model), held))
+        known = self._known()
+        found = next((one for one in known if one.is_of(context, goal.batch, goal.device)), None)
+        if found is None:
+            found = probe_memory(self.model, context, goal.batch, goal.device)
+            if self.folder is not None and self.writes:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                probes = [one.to_dict() for one in (*known, found)]
+                write_json(self.folder / MEMORY, {"document": DOCUMENT, "version": VERSION, "probes": probes})
+        return found
+
+    def estimate(self, context: int) -> int:
+        """Bytes for a context: by the line through the goal's and a quarter of it, which takes no memory to measure."""
+        goal = self.goal
+        if goal.engine.overhead is not None or context == goal.context:
+            return self.at(context).nbytes
+        less = max(2, goal.context // 4)
+        low, high = self.at(less).nbytes, self.at(goal.context).nbytes
+        slope = max(0.0, (high - low) / max(1, goal.context - less))
+        return int(high + slope * (context - goal.context))
+
+    def _known(self) -> list[MemoryProbe]:
+        path = None if self.folder is None else self.folder / MEMORY
+        if path is None or not path.is_file():
+            return []
+        document = load_document(path, EvidenceFileError)
+        reader = Reader(str(path), EvidenceFileError)
+        reader.require_document(document, DOCUMENT, "memory.json of a fit")
+        reader.version(document, VERSION)
+        reader.keys("", document, {"document": TEXT, "version": SIZE, "probes": LIST}, ("probes",))
+        return [
+            MemoryProbe(**reader.keys(f"probes[{number}]", probe, PROBE_KEYS, tuple(PROBE_KEYS)))
+            for number, probe in enumerate(document["probes"])
+        ]
+
+
+@dataclass(frozen=True)
+class _HeldAtOnce:
+    context: int
+    batch: int
 
 
 def run_probe() -> None:

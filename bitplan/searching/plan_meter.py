@@ -42,6 +42,7 @@ class MeasuredPlan:
     nbytes: int
     predicted: float
     quality: Quality
+    counted: float  # what the goal is about: the KL, or that on the worst of its aims
 
     @property
     def kl(self) -> Estimate:
@@ -80,9 +81,15 @@ class PlanMeter:
     """A reference, windows of text, and weights in formats: the distance of any plan."""
 
     def __init__(
-        self, rounded: RoundedWeights, windows: Sequence[Tensor], *, unscored: int = 1, kept_bytes: int = 0
+        self,
+        rounded: RoundedWeights,
+        windows: Sequence[Tensor],
+        *,
+        unscored: int = 1,
+        kept_bytes: int = 0,
+        kinds: Sequence[str] = (),
     ) -> None:
-        self.rounded, self.windows, self._kept_bytes = rounded, windows, kept_bytes
+        self.rounded, self.windows, self._kept_bytes, self.kinds = rounded, windows, kept_bytes, kinds
         self._unscored = max(1, unscored)
         self._runner = rounded.subject.runner
 
@@ -188,6 +195,13 @@ class PlanMeter:
         assert quality.against is not None
         return max(0.0, quality.against.kl.mean)
 
+    def counted(self, evidence: SearchEvidence, quality: Quality) -> float:
+        """Of a measurement what the goal is about: the KL, or the largest of its aims."""
+        assert quality.against is not None
+        known = kl_by_kind(quality, self.kinds)
+        aims = [sum(share * known[kind] for kind, share in aim.items()) for aim in evidence.aims]
+        return max(aims, default=quality.against.kl.mean)
+
     def measured(self, evidence: SearchEvidence, rival: RivalPlan, on_windows: OnWindows | None = None) -> MeasuredPlan:
         quality = self.measure(evidence, rival.choice, rival.label, on_windows)
         return MeasuredPlan(
@@ -197,6 +211,7 @@ class PlanMeter:
             evidence.nbytes(rival.choice),
             evidence.predict(rival.choice),
             quality,
+            self.counted(evidence, quality),
         )
 
     def _compare(self, label: str, logits: LogitsOf, on_windows: OnWindows | None) -> Quality:
@@ -217,7 +232,7 @@ class PlanMeter:
         room: int = 0,
     ) -> WindowLogits:
         """The blocks are run now, for all windows; norm and head when a window is asked for."""
-        last = self._runner.through_blocks(_batches_of(self.windows), replaced)
+        last = self._runner.through_blocks(equal_lengths(self.windows, max(1, BATCH // len(self.windows[0]))), replaced)
         return WindowLogits(self._runner, last, around, room)
 
     @cached_property
@@ -296,10 +311,6 @@ def _hooked(hooks: Callable[[], list[RemovableHandle]]) -> Iterator[None]:
             handle.remove()
 
 
-def _batches_of(windows: Sequence[Tensor]) -> list[Tensor]:
-    return equal_lengths(windows, max(1, BATCH // len(windows[0])))
-
-
 def _key(window: Tensor) -> bytes:
     return window.numpy(force=True).tobytes()
 
@@ -321,6 +332,13 @@ def kl_by_kind(quality: Quality, kinds: Sequence[str]) -> dict[str, float]:
         kind: sum(kl for name, kl, _ in pairs if name == kind) / sum(count for name, _, count in pairs if name == kind)
         for kind in dict.fromkeys(kinds)
     }
+
+
+def ratios_of_kinds(quality: Quality, kinds: Sequence[str]) -> dict[str, float]:
+    """The distance on each kind of text over that on all; nothing where there is one kind, or no distance."""
+    assert quality.against is not None
+    mean = quality.against.kl.mean
+    return {kind: max(0.0, kl) / mean for kind, kl in kl_by_kind(quality, kinds).items()} if mean > 0 else {}
 
 
 def hurt_kind(distances: Mapping[str, float]) -> str | None:

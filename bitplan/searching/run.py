@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,7 @@ from bitplan.searching.forecast import (
     no_stage,
     within_memory,
 )
-from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage
+from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage, aims_of
 from bitplan.searching.input_damage import SHARE, InputMode, check_mode, round_cheap_inputs
 from bitplan.searching.plan_meter import (
     MeasuredPlan,
@@ -319,14 +319,14 @@ def search(
                mapping from names to contents, of which names that end in .jsonl have conversations
     goal       Goal(bits=4.5), or a mapping of its fields; several limits hold together
     held_out   other text, for the proof; without it the last quarter of the text is kept for that
-    formats    candidates; all that `target` loads unless given
+    formats    candidates; those of `target` unless given, with IQ formats for fewer than 4 bits
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     options    how it works: device, windows, processes, memory, progress
     """
     how = options or SearchOptions()
     wanted = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
-    names = candidates(runtime, formats)
+    names = candidates(runtime, formats, wanted.bits)
     check_mode(how.inputs, runtime, names)
     if runtime.streamed and wanted.faster is not None and how.fp8_policy is None:
         raise GoalError(
@@ -352,6 +352,7 @@ def search(
             device=how.device,
         )
         subject.aim_at(runtime)
+        aims_of(wanted.kinds, cut.kinds)  # refused now, not after minutes
         searcher = Searcher(subject, cut, names, None if out is None else Path(out), how)
         searcher.require_size(wanted)
         how.note(searcher.needs())
@@ -367,6 +368,7 @@ class Searcher:
     formats: Sequence[str]
     folder: Path | None = None
     options: SearchOptions = field(default_factory=SearchOptions)
+    meter: type[PlanMeter] = PlanMeter
     _collected: tuple[SearchEvidence, PlanMeter] | None = None
 
     def __post_init__(self) -> None:
@@ -377,9 +379,7 @@ class Searcher:
         target, text = self.subject.target, self.text
         rounded = [name for name in self.formats if not get_format(name).is_cast and not target.streamed]
         steps = measure_steps(self.subject, text.statistics, rounded)
-        tokens = {
-            what: sum(map(len, windows)) for what, windows in vars(text).items() if what not in ("unscored", "kinds")
-        }
+        tokens = {what: sum(map(len, windows)) for what, windows in vars(text).items() if isinstance(windows, list)}
         tokens |= {
             "watched": min(tokens["statistics"], GRADIENT_TOKENS),
             "steps": steps_of(self.subject, text.statistics, 0),
@@ -458,6 +458,7 @@ class Searcher:
                 self.formats,
                 folder=self.folder,
                 unscored=self.text.unscored,
+                kinds=self.text.check_kinds,
                 near_bits=None if most is None else 8 * most / self.subject.numbers,
                 inputs=self.options.inputs,
                 rows=rows,
@@ -466,6 +467,7 @@ class Searcher:
                 stage=self.stage,
             )
             self._add_evidence_of_training(*self._collected, goal)
+        self._collected[0].aims = aims_of(goal.kinds, self.text.kinds)
         return self._collected
 
     def _add_evidence_of_training(self, evidence: SearchEvidence, meter: PlanMeter, goal: Goal) -> None:
@@ -492,12 +494,15 @@ class Searcher:
     @cached_property
     def judge(self) -> PlanMeter:
         """What measures on the windows that were held out."""
+        return self.meter_on(self.text.proof, self.text.kinds)
+
+    def meter_on(self, windows: Sequence[Tensor], kinds: Sequence[str]) -> PlanMeter:
         assert self._collected is not None
-        rounded, kept_bytes = self._collected[1].rounded, self.memory_use.kept_logits // 2
-        return PlanMeter(rounded, self.text.proof, unscored=self.text.unscored, kept_bytes=kept_bytes)
+        rounded, kept = self._collected[1].rounded, self.memory_use.kept_logits // 2
+        return self.meter(rounded, windows, unscored=self.text.unscored, kept_bytes=kept, kinds=kinds)
 
     @cached_property
-    def _reference(self) -> tuple[Quality, Quality]:
+    def reference(self) -> tuple[Quality, Quality]:
         """The model itself, and its noise floor."""
         with self.stage("measuring the model", 2 * len(self.text.proof)) as advance:
             reference = self.judge.reference(lambda count: advance(count, "the model itself"))
@@ -507,19 +512,13 @@ class Searcher:
         self, evidence: SearchEvidence, goal: Goal, solution: Solution, corrections: int, error: float
     ) -> SearchResult:
         """Measure the plan, and rivals that may be better, on held-out text; hand over the best within the goal."""
-        reference, floor = self._reference
+        reference, floor = self.reference
         every = rivals_of(evidence, solution.nbytes)
         rivals = [each for each in every if self.options.all_rivals or may_win(evidence, each, solution.choice, error)]
-        self.judge.prepare(evidence, [solution.choice, *(rival.choice for rival in rivals)], self.stage)
-        more = int(any(map(input_of, solution.choice.values())))
-        with self.stage("proving", len(self.text.proof) * (2 + len(rivals) + more)) as advance:
-
-            def measured(rival: RivalPlan) -> MeasuredPlan:
-                return self.judge.measured(evidence, rival, lambda count: advance(count, rival.label))
-
-            plan = measured(RivalPlan("searched plan", "plan", solution.choice))
-            others = [measured(rival) for rival in rivals]
-            winner = best_of(evidence, goal, plan, others, by_gradients=self.options.gradients is not None)
+        plan, *others = self.measured(evidence, [RivalPlan("searched plan", "plan", solution.choice), *rivals])
+        winner = best_of(evidence, goal, plan, others, by_gradients=self.options.gradients is not None)
+        more = int(any(map(input_of, winner.choice.values())))
+        with self.stage("proving", len(self.text.proof) * (1 + more)) as advance:
             label = f"{winner.label}, without statistics"
             nearest = self.judge.measure(
                 evidence, winner.choice, label, lambda count: advance(count, label), nearest=True
@@ -546,6 +545,12 @@ class Searcher:
             kinds=self.text.kinds,
             inputs_kept=inputs_kept,
         )
+
+    def measured(self, evidence: SearchEvidence, plans: Sequence[RivalPlan]) -> list[MeasuredPlan]:
+        """Plans on held-out text."""
+        self.judge.prepare(evidence, [plan.choice for plan in plans], self.stage)
+        with self.stage("proving", len(self.text.proof) * len(plans)) as advance:
+            return [self.judge.measured(evidence, plan, partial(_advance, advance, plan.label)) for plan in plans]
 
     def _confirm_speed(
         self, evidence: SearchEvidence, goal: Goal, solution: Solution
@@ -678,11 +683,15 @@ def best_of(
     return min([plan, *allowed], key=_is_better(goal))
 
 
+def _advance(advance: Callable[[int, str], None], label: str, count: int) -> None:
+    advance(count, label)
+
+
 def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
     """Plans are ordered by what the goal leaves open: by bytes where only a distance is given, else by distance."""
     if goal.asks_for_fewest_bytes:
-        return lambda plan: (plan.nbytes, plan.kl.mean)
-    return lambda plan: (plan.kl.mean, plan.nbytes)
+        return lambda plan: (plan.nbytes, plan.counted)
+    return lambda plan: (plan.counted, plan.nbytes)
 
 
 def solve_and_correct(
@@ -699,16 +708,22 @@ def solve_and_correct(
     # Beside other limits a plan has the least damage it can; whether that is within `max_kl` is measured.
     limits = goal if goal.asks_for_fewest_bytes else replace(goal, max_kl=None)
 
-    def measured(choice: Mapping[str, str], label: str) -> float:
+    def measured(choice: Mapping[str, str], label: str) -> tuple[float, float]:
+        """The KL, and what the goal is about."""
         meter.prepare(evidence, [choice], stage)
         with stage("correcting", 1) as advance:
-            found = meter.kl(evidence, choice, label)
+            if evidence.aims:
+                quality = meter.measure(evidence, choice, label)
+                assert quality.against is not None
+                found, counted = quality.against.kl.mean, meter.counted(evidence, quality)
+            else:
+                found = counted = meter.kl(evidence, choice, label)
             advance(1, label)
         corrections.add(choice, found)
-        return found
+        return found, counted
 
     uniform = best_uniform(evidence, solve(evidence, limits).nbytes)
-    rivals = [(measured(rival.choice, rival.label), rival.choice) for rival in uniform]
+    rivals = [(measured(rival.choice, rival.label)[1], rival.choice) for rival in uniform]
     corrections.apply()
     for done in range(MOST_CORRECTIONS + 1):
         try:
@@ -720,8 +735,8 @@ def solve_and_correct(
         if not _is_worth_it(evidence, goal, solution, [other for _, other in tried]):
             break
         predicted = evidence.predict(solution.choice)
-        kl = measured(solution.choice, "the plan")
-        tried.append((kl, solution))
+        kl, counted = measured(solution.choice, "the plan")
+        tried.append((counted, solution))
         if kl > 0 and predicted > 0:
             error = max(error, kl / predicted, predicted / kl)
         if done == MOST_CORRECTIONS or abs(kl - predicted) <= AGREES * predicted:
@@ -730,7 +745,7 @@ def solve_and_correct(
     kl, choice = min(rivals, key=lambda pair: pair[0], default=(math.inf, {}))
     cut = _cut_to_goal(evidence, limits, choice) if kl < min(found for found, _ in tried) else None
     if cut is not None and all(cut.choice != other.choice for _, other in tried):
-        tried.append((measured(cut.choice, "the best uniform plan, cut to the goal"), cut))
+        tried.append((measured(cut.choice, "the best uniform plan, cut to the goal")[1], cut))
     corrections.apply()
     if goal.asks_for_fewest_bytes:
         reached = [solution for measured, solution in tried if measured <= (goal.max_kl or 0.0)]

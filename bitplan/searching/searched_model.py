@@ -520,7 +520,7 @@ LEAST_WINDOWS = 4
 class SearchText:
     """Windows of token ids: no window serves twice. `unscored` tokens at the head of each are context only.
 
-    kinds   where the text is of several kinds: the kind of each window of the proof
+    kinds   where the text is of several kinds: the kind of each window of the proof; check_kinds, of the checks
     """
 
     statistics: list[Tensor]
@@ -528,6 +528,7 @@ class SearchText:
     proof: list[Tensor]
     unscored: int
     kinds: tuple[str, ...] = ()
+    check_kinds: tuple[str, ...] = ()
 
 
 Text = str | Mapping[str, str]  # plain, or contents by the names of their files, of which each is a kind of text
@@ -623,9 +624,12 @@ def _joined_cuts(cuts: Mapping[str, SearchText]) -> SearchText:
     def windows(part: str) -> list[Tensor]:
         return [window for cut in cuts.values() for window in getattr(cut, part)]
 
-    kinds = tuple(name for name, cut in cuts.items() for _ in cut.proof) if len(cuts) > 1 else ()
+    def kinds(part: str) -> tuple[str, ...]:
+        return tuple(name for name, cut in cuts.items() for _ in getattr(cut, part)) if len(cuts) > 1 else ()
+
     unscored = next(iter(cuts.values())).unscored
-    return SearchText(windows("statistics"), windows("checks"), windows("proof"), unscored, kinds)
+    parts = (windows("statistics"), windows("checks"), windows("proof"))
+    return SearchText(*parts, unscored, kinds("proof"), kinds("checks"))
 
 
 def _read_model(

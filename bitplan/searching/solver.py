@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from bitplan.base.optional import require
 from bitplan.searching.evidence import SearchEvidence, bits_of, place_of, weight_format
-from bitplan.searching.goal import Goal, GoalError
+from bitplan.searching.goal import Goal, GoalError, aims_of
 
 # ---- correct ---------------------------------------------------------------------------------------------------------
 
@@ -143,7 +143,7 @@ FRONT_POINTS = 40
 GAP = 1e-6
 MOST_NODES = 200_000  # a limit on work and not on time, which would make answers differ between machines
 _SPAN = 1e4  # objectives are scaled to this: HiGHS stops at an absolute gap of 1e-6
-What = Literal["nats", "harm", "bytes", "us"]  # harm: nats, each group by its weight
+What = Literal["nats", "harm", "bytes", "us"]  # harm: nats, each group by its weight, on the worst of several aims
 
 
 @dataclass(frozen=True)
@@ -201,6 +201,7 @@ def solve(
 def plan_for(evidence: SearchEvidence, goal: Goal) -> Mapping[str, str]:
     """The choice that a search measured to be best for this goal; for another goal, the one that is predicted best."""
     known = evidence.proven_for(goal.to_dict())
+    evidence.aims = aims_of(goal.kinds, evidence.kinds)
     return solve(evidence, goal).choice if known is None else known.choice
 
 
@@ -348,9 +349,9 @@ class _Problem:
             self._pairs += [(name, fmt) for fmt in formats]
         self._costs: dict[What, list[float]] = {
             "nats": [evidence.nats(name, fmt) for name, fmt in self._pairs],
-            "harm": [evidence.nats(name, fmt) * evidence.groups[name].weight for name, fmt in self._pairs],
             "bytes": [float(evidence.groups[name].formats[fmt].nbytes) for name, fmt in self._pairs],
         }
+        self._harms = list(zip(*(evidence.harms(name, fmt) for name, fmt in self._pairs), strict=True))
         if rows is not None:
             self._costs["us"] = [evidence.groups[name].formats[fmt].us[rows] for name, fmt in self._pairs]
 
@@ -402,35 +403,49 @@ class _Problem:
     ) -> tuple[dict[str, str], float, float] | None:
         optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
         numpy = require("numpy", purpose="searching a plan")
-        costs = numpy.array(self._costs[objective])
-        scale = _SPAN / max(float(costs.sum()), 1e-300)
+        aims = numpy.array(self._harms if objective == "harm" else [self._costs[objective]])
+        scale = _SPAN / max(float(aims.sum(1).max()), 1e-300)
+        costs = aims[0]
+        # Of several aims the largest is one more variable, after the pairs, and all that is to be small.
+        more = numpy.zeros(int(len(aims) > 1))
         names = list(self._evidence.groups)
         rows = numpy.array([names.index(name) for name, _ in self._pairs])
         one_each = (rows[None, :] == numpy.arange(len(names))[:, None]).astype(float)
-        constraints = [optimize.LinearConstraint(one_each, 1, 1)]
+        constraints = [optimize.LinearConstraint(_widened(one_each, len(more)), 1, 1)]
+        if len(more):
+            below = numpy.hstack([aims * scale, -numpy.ones((len(aims), 1))])
+            constraints.append(optimize.LinearConstraint(below, -numpy.inf, 0))
+            costs = 0 * costs
         for what, limit in limits.items():
             if limit < 0:
                 return None
             row = numpy.array(self._costs[what])
             unit = max(limit, float(row.max()) * 1e-6, 1e-300)
-            constraints.append(optimize.LinearConstraint(row[None, :] / unit, -numpy.inf, limit / unit))
+            row = _widened(row[None, :] / unit, len(more))
+            constraints.append(optimize.LinearConstraint(row, -numpy.inf, limit / unit))
         with _quiet_stdout():
             result = optimize.milp(
-                costs * scale,
-                integrality=numpy.ones(len(costs)),
-                bounds=optimize.Bounds(0, 1),
+                numpy.concatenate([costs * scale, more + 1]),
+                integrality=numpy.concatenate([numpy.ones(len(costs)), more]),
+                bounds=optimize.Bounds(0, numpy.concatenate([numpy.ones(len(costs)), more + numpy.inf])),
                 constraints=constraints,
                 options={"mip_rel_gap": gap, "node_limit": MOST_NODES},
             )
         if result.x is None:
             return None
         choice: dict[str, tuple[float, str]] = {}
-        for (name, fmt), share in zip(self._pairs, result.x, strict=True):
+        for (name, fmt), share in zip(self._pairs, result.x[: len(costs)], strict=True):
             if name not in choice or share > choice[name][0]:
                 choice[name] = (share, fmt)
         bound = result.mip_dual_bound if result.mip_dual_bound is not None else result.fun
         distance = result.mip_gap if result.mip_gap is not None else 0.0
         return {name: fmt for name, (_, fmt) in choice.items()}, float(bound / scale), float(distance)
+
+
+def _widened(rows: Any, columns: int) -> Any:
+    """Rows with so many further columns of zeros."""
+    numpy = require("numpy", purpose="searching a plan")
+    return numpy.pad(rows, ((0, 0), (0, columns)))
 
 
 # ---- rivals ----------------------------------------------------------------------------------------------------------

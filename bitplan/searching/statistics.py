@@ -199,7 +199,9 @@ class StoredTensor:
         """A fresh tensor in memory; page-locked where this process uses a GPU."""
         self.wait()
         nbytes, done = math.prod(self.shape) * self.dtype.itemsize, 0
-        buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=_uses_gpu())
+        buffer = torch.empty(
+            nbytes, dtype=torch.uint8, pin_memory=torch.cuda.is_available() and torch.cuda.is_initialized()
+        )
         view = buffer.numpy().data
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start)
@@ -260,10 +262,6 @@ def _on_host(tensor: Tensor) -> Tensor:
     if not tensor.is_cuda:
         return tensor.cpu().contiguous()
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
-
-
-def _uses_gpu() -> bool:
-    return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 EVIDENCE, STATISTICS = "evidence.safetensors", "statistics.safetensors"

@@ -33,6 +33,16 @@ ADD_NS = 0.3
 LARGE_SHARE = 2 / 3  # of rows drawn by gradient, as in LightGBM's GOSS: 0.2 of all rows, beside 0.1 of the others
 FEW_CODES = 8  # a leaf whose hessian is less is wrong by a third or more
 SUM_NS = 3.0  # of a row: to add its gradient and hessian to its leaf
+DROP_KEY = 2**31  # beside seed and round: draws of rounds that are left out are no others'
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """DART: in a round that is not skipped, earlier ones are left out while its trees grow."""
+
+    rate: float  # share of earlier rounds, on average
+    most: int
+    skip: float  # share of rounds that leave none out
 
 
 @dataclass(frozen=True)
@@ -52,6 +62,7 @@ class BoostSettings:
     patience: int | None  # rounds without a better validation loss; None: all rounds are grown
     device: str = "cpu"
     by_gradient: bool = False  # rows of large gradients are drawn first
+    dropout: Dropout | None = None  # None: plain gradient boosting
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,7 @@ def boost(
     span = Span.of(len(rows.x), shards)
     if settings.by_gradient and (settings.device != "cpu" or shards.count > 1):
         raise TreesError("sampling: rows are drawn by gradient on the CPU, in one process; set sampling='uniform'")
+    _refuse_dropout(rows, settings, initial)
     grow_on = _grower_of(settings, categorical, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
     if len(rows.x) > SAMPLE_ROWS:
@@ -140,11 +152,20 @@ def boost(
     shards.sent_for("bins and start")
     watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
     scores = [_first_scores(one_set.rows, booster) for one_set in watched]
+    shares = np.empty(0)  # of each round's step, what is left of it
     for round_number in range(settings.rounds):
-        new = trainer.round(booster.rounds_before + round_number, booster.outputs)
+        number = booster.rounds_before + round_number
+        dropped = dropped_rounds(settings, number, shares)
+        left_out, share = booster.of_rounds(dropped), 1 / (len(dropped) + 1)
+        new = trainer.round(number, left_out, share)
+        if len(dropped):
+            for one_set, sums in zip(watched, scores, strict=True):
+                sums -= left_out.scores(one_set.rows.x) * share
         seen = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
         booster.losses += seen[-1:]
-        booster.trees += new
+        shares[dropped] *= 1 - share
+        shares = np.append(shares, share)
+        booster.add_round(new, dropped, 1 - share)
         is_last = after_round(round_number)
         since_best = len(booster.losses) - 1 - int(np.argmin(booster.losses)) if booster.losses else 0
         if is_last or (settings.patience is not None and since_best >= settings.patience):
@@ -152,6 +173,34 @@ def boost(
     if settings.patience is not None and booster.best_rounds is not None:
         del booster.trees[booster.best_rounds * booster.outputs :]
     return booster
+
+
+def _refuse_dropout(rows: Rows, settings: BoostSettings, initial: Booster | None) -> None:
+    if settings.dropout is None:
+        return
+    stops_early = settings.patience is not None
+    reasons = {
+        "begins a new model; leave init_model and warm_start out": initial is not None,
+        "predicts its rows again; give a table in memory": not isinstance(rows.x, np.ndarray),
+        "grows trees on the CPU; set device='cpu'": settings.device != "cpu",
+        "changes earlier trees, so no best round can be kept; leave early_stopping_rounds and seconds out": stops_early,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise TreesError(f"boosting: 'dart' {reason}")
+
+
+def dropped_rounds(settings: BoostSettings, number: int, shares: Array) -> Array:
+    """The earlier rounds that this one leaves out, as LightGBM draws them: those of which more is left more often."""
+    count, dropout = len(shares), settings.dropout
+    none: Array = np.empty(0, np.int64)
+    if dropout is None or not count:
+        return none
+    draws = np.random.default_rng([settings.seed, number, DROP_KEY]).random(count + 1)
+    if draws[0] < dropout.skip:
+        return none
+    chances = shares / shares.mean() * min(dropout.rate, dropout.most / count)
+    return np.flatnonzero(draws[1:] < chances)[: dropout.most]
 
 
 def _first_scores(rows: Rows, booster: Booster) -> Array:
@@ -222,20 +271,30 @@ class _Trainer:
         self._rows, self._settings, self._grower, self._scores = rows, settings, grower, scores
         self._span, self._shards = span, span.shards
 
-    def round(self, number: int, outputs: int) -> list[Tree]:
-        """The trees of one round; their gradients are those before the first of them."""
+    def round(self, number: int, left_out: Booster, share: float) -> list[Tree]:
+        """The trees of one round; their gradients are those before the first of them, without the trees left out.
+
+        share  of a step that is made; of the trees left out the rest is left
+        """
+        theirs = left_out.scores(self._rows.x) if left_out.trees else None
+        if theirs is not None:
+            assert isinstance(self._scores, HostScores)
+            self._scores.add_scores(-theirs)
         self._scores.find_gradients()
         used, unused = self._sample_rows(number)
         trees = []
-        for output in range(outputs):
+        for output in range(left_out.outputs):
             words = np.random.SeedSequence([self._settings.seed, number, output]).generate_state(2, np.uint64)
             gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
             grown = self._grower.grow(gradients, used, self._sample_columns(int(words[1])))
-            values, rate = self._scores.leaf_values(grown, output), self._settings.learning_rate
+            values, rate = self._scores.leaf_values(grown, output), self._settings.learning_rate * share
             tree = replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
             self._scores.add(tree, grown, unused, output)
             trees.append(tree)
             self._shards.sent_for("tree")
+        if theirs is not None:
+            assert isinstance(self._scores, HostScores)
+            self._scores.add_scores(theirs * (1 - share))
         return trees
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
@@ -283,6 +342,9 @@ class HostScores:
     def find_gradients(self) -> None:
         with np.errstate(over="ignore"):
             self._objective.gradients(self._rows.y, self._scores, self._rows.weights, self._grads, self._hess)
+
+    def add_scores(self, more: Array) -> None:
+        self._scores += more
 
     def sample_by_gradient(self, share: float, draws: Array) -> Array:
         """Which rows to use: those of the largest gradients, and some of the others, whose gradients and hessians are

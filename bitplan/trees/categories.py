@@ -16,11 +16,10 @@ import numpy as np
 
 from bitplan.base.documents import is_number, is_text
 from bitplan.base.errors import did_you_mean
-from bitplan.trees.checks import is_missing
 from bitplan.trees.distributed.shards import Shards, gather_json
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.scikit import check_array
-from bitplan.trees.tables import Table, plain, refuse_text, table_of
+from bitplan.trees.tables import Table, is_missing, plain, refuse_text, table_of
 
 # ---- feature settings ------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import numbers
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import NO_WEIGHTS, Array, TreesError
 from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import check_array, check_consistent_length, column_or_1d
+from bitplan.trees.tables import is_missing
 
 FLOAT32 = np.finfo(np.float32)
 MAX_TARGET = 1e300
@@ -67,11 +67,10 @@ def targets_of(y: Array) -> Array:
     return targets
 
 
-def is_missing(value: Any) -> bool:
-    """Whether a label is None, NaN, or pandas' NA or NaT, which exist only where pandas has been imported."""
-    if (pandas := sys.modules.get("pandas")) is not None and pandas.api.types.is_scalar(value):
-        return bool(pandas.isna(value))
-    return value is None or bool(value != value)  # NaN
+def refuse_masked(name: str, given: Any) -> None:
+    """A masked array keeps numbers under its mask, which nobody means."""
+    if np.ma.is_masked(given):
+        raise TreesError(f"{name}: {np.ma.count_masked(given)} of its numbers are masked; leave those rows out")
 
 
 def refuse_missing_targets(y: Array) -> None:
@@ -104,6 +103,7 @@ def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE, name: str =
         return NO_WEIGHTS
     if shards.count > 1 and np.shape(sample_weight) == (len(x),) and not np.any(sample_weight):
         return np.zeros(len(x))  # other processes may have rows with a weight
+    refuse_masked(name, sample_weight)
     if isinstance(sample_weight, numbers.Real):  # scikit-learn's convention
         sample_weight = np.full(len(x), sample_weight)
     weights: Array = check_array(

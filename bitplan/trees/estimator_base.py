@@ -13,6 +13,7 @@ A progress bar over rounds, for people who wait: rich's, on standard error, and 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -20,9 +21,10 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
+from bitplan.base.errors import did_you_mean
 from bitplan.base.loops.jit import use_threads
 from bitplan.base.version import __version__
-from bitplan.trees.boost import DEVICES, BoostSettings, EvalSet, Rows, boost, split_rows, with_weight
+from bitplan.trees.boost import DEVICES, BoostSettings, Dropout, EvalSet, Rows, boost, split_rows, with_weight
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (
     first_scores_of,
@@ -30,6 +32,7 @@ from bitplan.trees.checks import (
     number,
     one_of,
     pieces_of,
+    refuse_masked,
     refuse_missing_targets,
     seed_of,
     truth,
@@ -156,10 +159,11 @@ OTHER_NAMES = {
         "callbacks of fit, and no setting": "callbacks",
         "min_child_samples": "min_data_in_leaf min_samples_leaf",
         "min_child_weight": "min_sum_hessian_in_leaf",
-        "min_split_gain": "min_gain_to_split gamma",
+        "min_split_gain": "min_gain_to_split min_split_loss gamma",
         "subsample": "bagging_fraction",
         "sampling ('gradient', with subsample)": "data_sample_strategy sampling_method top_rate other_rate",
         "colsample": "feature_fraction colsample_bytree max_features",
+        "drop_rate": "rate_drop",
         "categorical_features": "categorical_feature",
         "monotone_constraints": "monotonic_cst",
         "interaction_constraints": "interaction_cst",
@@ -176,15 +180,17 @@ OTHER_NAMES = {
 NO_SETTINGS = {
     "subsample_freq": "rows are drawn in every round (subsample)",
     "bagging_freq": "rows are drawn in every round (subsample)",
-    "boosting_type": "there is gradient boosting alone; sampling='gradient' with subsample=0.3 is LightGBM's GOSS",
+    "boosting_type": "set boosting='dart' for DART; sampling='gradient' with subsample=0.3 is LightGBM's GOSS",
     "tree_method": "trees always grow by histograms",
     "enable_categorical": "columns of a categorical type are categorical features, others where categorical_features "
     "names them",
     "num_class": "the classes are those of y",
     "linear_tree": "leaves are constants",
+    "deterministic": "trees are the same to the bit for any number of threads",
+    "missing": "NaN is missing",
 }
-NO_SETTINGS |= dict.fromkeys(("boosting", "booster"), NO_SETTINGS["boosting_type"])
-SAMPLINGS = ("uniform", "gradient")
+NO_SETTINGS["booster"] = NO_SETTINGS["boosting_type"]
+SAMPLINGS, BOOSTINGS = ("uniform", "gradient"), ("gradient", "dart")
 Fit = TypeVar("Fit", bound=Callable[..., Any])
 
 
@@ -237,6 +243,10 @@ class BoostedTreesBase(FittedTrees):
     subsample: float = 1.0
     sampling: str = "uniform"
     colsample: float = 1.0
+    boosting: str = "gradient"
+    drop_rate: float = 0.1
+    max_drop: int = 50
+    skip_drop: float = 0.5
     monotone_constraints: Any = None
     interaction_constraints: Any = None
     categorical_features: Any = None
@@ -259,6 +269,9 @@ class BoostedTreesBase(FittedTrees):
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
             if name in NO_SETTINGS:
                 raise TypeError(f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}")
+            known = {*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters}
+            if name not in known and (meant := did_you_mean(name, cls.__dataclass_fields__)):
+                raise TypeError(f"{cls.__name__}: there is no setting {name!r}{meant}")
         estimator: Self = super().__new__(cls)
         return estimator
 
@@ -293,6 +306,7 @@ class BoostedTreesBase(FittedTrees):
             initial.check_names(names_of(x) or ())
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
+        refuse_masked("y", y)
         several = self._takes_several(y)
         table, targets = self._validated(encode(x, self.categories_), shards, y=y, multi_output=several)
         refuse_missing_targets(targets)
@@ -333,6 +347,7 @@ class BoostedTreesBase(FittedTrees):
                 raise TreesError("eval_init_score: watched sets begin with scores where the rows do; give both or none")
             with naming_set(place):
                 table = self._read(x, shards)
+                refuse_masked("y", y)
                 targets = self._targets(np.asarray(y))
                 expected = (len(table),) if self.n_outputs_ == 1 else (len(table), self.n_outputs_)
                 if targets.shape != expected:
@@ -349,7 +364,14 @@ class BoostedTreesBase(FittedTrees):
         raise NotImplementedError
 
     def _agree(
-        self, x: Array, y: Array, sample_weight: Any, eval_set: Any, initial: Initial | None, shards: Shards
+        self,
+        x: Array,
+        y: Array,
+        sample_weight: Any,
+        eval_set: Any,
+        options: FitOptions,
+        initial: Initial | None,
+        shards: Shards,
     ) -> Array:
         """x in the type that all processes have; refuses settings, features and targets that differ between them."""
         always = {
@@ -358,6 +380,8 @@ class BoostedTreesBase(FittedTrees):
             "the number of features": x.shape[1],
             "the names of features": getattr(self, "feature_names_in_", None),
             "eval_set (how many)": len(eval_pairs(eval_set)),
+            "eval_metric": options.eval_metric,
+            "callbacks (how many)": len(callbacks_of(options.callbacks)),
             "the rounds of the model to train further": initial.booster.rounds if initial else 0,
         }
         parameters = self.get_params()
@@ -416,7 +440,10 @@ class BoostedTreesBase(FittedTrees):
                 advance(number)
                 booster = self.booster_
                 state = RoundState(self, booster.rounds, booster.rounds_before + settings.rounds, booster.evals)
-                return wants_to_stop(callbacks, state)
+                stops = wants_to_stop(callbacks, state)
+                if callbacks and shards.count > 1:  # one process that stops ends the fit of all
+                    stops = bool(shards.top(np.array([float(stops)]), "answers of callbacks")[0])
+                return stops
 
             start = initial.booster if initial else None
             boost(rows, categorical, objective, settings, watched, after_round, self._keep, shards, start)
@@ -457,7 +484,16 @@ class BoostedTreesBase(FittedTrees):
             patience=None if patience is None else whole_number("early_stopping_rounds", patience, 1),
             device=one_of("device", self.device, DEVICES),
             by_gradient=self._by_gradient(),
+            dropout=self._dropout(),
         )
+
+    def _dropout(self) -> Dropout | None:
+        dropout = Dropout(
+            rate=number("drop_rate", self.drop_rate, 0, 1),
+            most=whole_number("max_drop", self.max_drop, 1),
+            skip=number("skip_drop", self.skip_drop, 0, 1),
+        )
+        return dropout if one_of("boosting", self.boosting, BOOSTINGS) == "dart" else None
 
     def _by_gradient(self) -> bool:
         by_gradient = one_of("sampling", self.sampling, SAMPLINGS) == "gradient"

@@ -109,7 +109,7 @@ class _FitToTargets(BoostedTreesBase):
         initial = self._initial(options)
         with use_threads(threads_of(self.n_jobs)):
             x, targets = self._read_both(X, y, initial, shards)
-            x = self._agree(x, targets, sample_weight, eval_set, initial, shards)
+            x = self._agree(x, targets, sample_weight, eval_set, options, initial, shards)
             rows = self._rows(x, targets, sample_weight, shards)
         objective = self._objective()
         first = first_scores_of(options.init_score, len(rows.x), objective.outputs, "init_score")

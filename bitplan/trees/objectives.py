@@ -379,6 +379,12 @@ def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]
     return tuple(_custom(_named(metric) if isinstance(metric, str) else metric, objective) for metric in given)
 
 
+def _of_all(part: Array, shards: Shards) -> Array:
+    """The rows of all processes, in their order: a metric need not be a sum over rows."""
+    gathered = shards.gather(np.ascontiguousarray(part, np.float64).ravel(), "rows of a metric")
+    return np.concatenate(gathered).reshape(-1, *part.shape[1:])
+
+
 # By the names that LightGBM, XGBoost and scikit-learn have: scikit-learn's function, what it takes of predictions
 # (their mean, or the likeliest class), and whether higher is better.
 NAMED_METRICS: dict[str, tuple[str, bool, bool]] = {
@@ -439,7 +445,7 @@ def _custom(function: Callable[..., Any], objective: Objective) -> Metric:
 
     def of(y: Array, scores: Array, weights: Array, shards: Shards) -> tuple[str, float, bool]:
         if shards.count > 1:
-            raise TreesError(f"eval_metric: {shown} sees the rows of one process alone; leave it out of this fit")
+            y, scores, weights = (_of_all(part, shards) for part in (y, scores, weights))
         weighted = (weights,) if len(weights) else ()
         returned = function(y, objective.mean(scores), *weighted)
         is_triple = isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], str)

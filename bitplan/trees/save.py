@@ -32,12 +32,16 @@ LEAF_FIELDS = {"leaf_value": float, "leaf_weight": float, "leaf_rows": int}
 # never written: the model is the same.
 LATER_PARAMETERS = {
     "alpha",
+    "boosting",
     "class_weight",
     "device",
+    "drop_rate",
     "importance_type",
     "interaction_constraints",
+    "max_drop",
     "sampling",
     "scale_pos_weight",
+    "skip_drop",
     "tweedie_power",
     "warm_start",
 }

@@ -20,9 +20,12 @@ DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.tim
 
 
 def dense(x: Any) -> Any:
-    """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense."""
+    """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense. What
+    a masked array hides is missing."""
     if issparse(x):
         return x.toarray()
+    if isinstance(x, np.ma.MaskedArray):
+        return x.astype(np.result_type(x.dtype, np.float32)).filled(np.nan) if x.dtype.kind in "biuf" else x
     if hasattr(x, "iloc") and hasattr(x, "columns") and any(_is_sparse(dtype) for dtype in x.dtypes):
         return x.apply(lambda column: column.sparse.to_dense() if _is_sparse(column.dtype) else column)
     polars = sys.modules.get("polars")
@@ -94,11 +97,14 @@ class _Pandas(Table):
         return self.x.iloc[:, place]
 
     def categories(self, place: int) -> list[Any] | None:
-        return list(self.column(place).cat.categories) if str(self.dtype(place)) == "category" else None
+        dtype = self.dtype(place)
+        if str(dtype).startswith("dictionary<"):  # Arrow's, which has no accessor
+            return list(self.column(place).dropna().unique())
+        return list(self.column(place).cat.categories) if str(dtype) == "category" else None
 
     def category_numbers(self, place: int, number_of: dict[Any, float]) -> Array:
         known = self.categories(place)
-        if known is None:
+        if known is None or str(self.dtype(place)) != "category":
             return super().category_numbers(place, number_of)
         by_code: list[float] = [number_of.get(plain(value), np.nan) for value in known]
         numbers: Array = np.array([*by_code, np.nan])[np.asarray(self.column(place).cat.codes)]  # -1 is missing
@@ -214,6 +220,19 @@ def plain(value: Any) -> Any:
     return value.item() if isinstance(value, np.generic) else value
 
 
+def _is_no_number(value: Any) -> bool:
+    """Lists, periods, intervals and what else has no number; text and what is missing are others' to judge."""
+    has_number = hasattr(value, "__float__") and not isinstance(value, np.ndarray)
+    return not (has_number or isinstance(value, (str, bytes)) or is_missing(value))
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a label is None, NaN, or pandas' NA or NaT, which exist only where pandas has been imported."""
+    if (pandas := sys.modules.get("pandas")) is not None and pandas.api.types.is_scalar(value):
+        return bool(pandas.isna(value))
+    return value is None or bool(np.isscalar(value) and value != value)  # NaN
+
+
 def refuse_text(x: Any) -> None:
     """Text is no number, even where it looks like one, nor are dates, nor categories that `fit` did not see: refused by
     column."""
@@ -236,11 +255,11 @@ def refuse_text(x: Any) -> None:
                 f"({table.dtype(place) if date is None else type(date).__name__}), expected numbers; give what "
                 "matters of them: days since a date, the month, the hour"
             )
-        other = next((row for row, value in enumerate(values) if isinstance(value, (list, tuple, dict))), None)
+        other = next((row for row, value in enumerate(values) if _is_no_number(value)), None)
         if table.names and other is not None:
             raise TreesError(
                 f"X: {table.shown(place)} has {values[other]!r:.60} in row {other}, expected numbers; give a column "
-                "for each part of it"
+                "for each part of it that is a number"
             )
         row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
         if row is not None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -293,6 +293,19 @@ class Booster:
     @property
     def outputs(self) -> int:
         return len(self.start)
+
+    def of_rounds(self, numbers: Array) -> Booster:
+        """The trees of some rounds, which begin at zero."""
+        trees = [tree for number in numbers for tree in self.trees[number * self.outputs :][: self.outputs]]
+        return Booster(np.zeros(self.outputs), self.features, trees)
+
+    def add_round(self, trees: list[Tree], smaller: Array, share: float) -> None:
+        """Add a round's trees, and leave a share of those of some earlier rounds; both at once, as Ctrl-C may come."""
+        held = list(self.trees)
+        for place in (smaller[:, None] * self.outputs + np.arange(self.outputs)).flat:
+            tree = held[place]
+            held[place] = replace(tree, leaf_value=tree.leaf_value * share, node_value=tree.node_value * share)
+        self.trees[:] = held + trees
 
     def first_rounds(self, count: int) -> Booster:
         """The trees of the first rounds alone, without what was watched."""

@@ -12,7 +12,7 @@ import torch
 
 from bitplan.base.errors import BitplanError, FileFormatError, StoreError
 from bitplan.files.gguf import dequantizable_types
-from bitplan.files.gguf_tensors import GGUF_TYPES
+from bitplan.files.gguf_tensors import GGUF_TYPES, file_metadata
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors_tensors import METADATA_KEY
 from bitplan.files.tensor_file import TensorSpec
@@ -64,6 +64,23 @@ def test_the_gguf_library_decodes_our_files(fmt, tmp_path):
     assert torch.equal(theirs.reshape(6, 256), decode(encoded))
     with open_tensors(tmp_path / "a.gguf") as file:
         assert torch.equal(file.read_float("w").float(), decode(encoded))
+
+
+def test_file_types_are_llama_cpps() -> None:
+    """Of files of one type their number; the number of mixtures where two types of blocks are in a file."""
+    for kind, number in (
+        ("iq4_xs", 30),
+        ("iq3_s", 26),
+        ("iq3_xxs", 23),
+        ("iq2_s", 28),
+        ("iq2_xs", 20),
+        ("iq2_xxs", 19),
+    ):
+        assert gguf.LlamaFileType[f"MOSTLY_{kind.upper()}"] == number
+        weight = TensorSpec.of("w", (4, 256), f"{kind}_gguf")
+        assert file_metadata({}, [weight])["general.file_type"].value == number
+    mixed = [TensorSpec.of("w", (4, 256), "iq3_s_gguf"), TensorSpec.of("v", (1, 256), "q6_k_gguf")]
+    assert file_metadata({}, mixed)["general.file_type"].value == gguf.LlamaFileType.MOSTLY_IQ3_M
 
 
 @pytest.mark.parametrize("kind", dequantizable_types(), ids=lambda kind: kind.name)

@@ -74,8 +74,8 @@ def test_static_scales_are_for_all_tokens_and_saturate() -> None:
 
 
 def test_llama_cpp_takes_larger_blocks_with_k_quants() -> None:
-    formats = ("q4_0_gguf", "q4_1_gguf", "mxfp4_gguf", "q4_k_gguf", "gguf:IQ2_XS", "bfloat16")
-    assert [llama_cpp_input(fmt) for fmt in formats] == ["q8_0_gguf"] * 3 + ["q8_k"] * 2 + [None]
+    formats = ("q4_0_gguf", "q4_1_gguf", "mxfp4_gguf", "q4_k_gguf", "iq2_xs_gguf", "gguf:IQ1_S", "bfloat16")
+    assert [llama_cpp_input(fmt) for fmt in formats] == ["q8_0_gguf"] * 3 + ["q8_k"] * 3 + [None]
 
 
 @pytest.mark.parametrize("fmt", ALL)

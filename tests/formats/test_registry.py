@@ -24,15 +24,15 @@ THE_17_BLOCK_FORMATS = (
     *("q4_0_poly", "q4_0_gguf", "q8_0_gguf", "mxfp4", "mxfp4_gguf", "mxfp8_e4m3", "nvfp4", "fp4_u8_g128", "int8_row"),
     *("int8_g128", "int8_g64", "int4_g32", "int4_g64", "int4_g128", "fp8_e4m3_row", "fp8_e4m3_b128", "ternary_absmean"),
 )
-THE_9_GGUF_BLOCKS = (
+THE_15_GGUF_BLOCKS = (
     *("q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "iq4_nl_gguf", "q2_k_gguf", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf"),
-    "q6_k_gguf",
+    *("q6_k_gguf", "iq4_xs_gguf", "iq3_s_gguf", "iq3_xxs_gguf", "iq2_s_gguf", "iq2_xs_gguf", "iq2_xxs_gguf"),
 )
 
 
 def test_the_formats_are_these():
     assert DTYPE_NAMES == THE_21_DTYPES
-    assert tuple(fmt.name for fmt in list_formats()) == THE_21_DTYPES + THE_17_BLOCK_FORMATS + THE_9_GGUF_BLOCKS
+    assert tuple(fmt.name for fmt in list_formats()) == THE_21_DTYPES + THE_17_BLOCK_FORMATS + THE_15_GGUF_BLOCKS
 
 
 @pytest.mark.parametrize("fmt", ALL_FORMATS)
@@ -48,6 +48,9 @@ def test_a_format_is_found_by_name_and_is_itself(fmt):
     ("wrong", "hint"),
     [
         ("q4_0", "llama.cpp's q4_0 is 'q4_0_gguf'"),
+        ("IQ3_S", "llama.cpp's IQ3_S is 'iq3_s_gguf'"),
+        ("IQ2_XXS", "llama.cpp's IQ2_XXS is 'iq2_xxs_gguf'"),
+        ("iq3_m", "llama.cpp's iq3_m is 'iq3_s_gguf', the type of most of its tensors"),
         ("mxpf4", "did you mean 'mxfp4'"),
         ("int-8", "did you mean 'int8'"),
         ("bf16", "did you mean 'bfloat16'"),
@@ -70,7 +73,7 @@ def test_a_name_like_no_other_gets_none():
 
 def test_the_list_is_a_copy():
     list_formats().clear()
-    assert len(list_formats()) == 47
+    assert len(list_formats()) == 53
 
 
 def test_public_names_exist():

@@ -21,6 +21,6 @@ def test_a_packed_layer_gives_the_product_of_its_decoded_weight(name):
     wanted = x.detach() @ decode(packed).T + bias
     y = layer(x)
     torch.testing.assert_close(y, wanted, rtol=1e-5, atol=1e-5)
-    assert layer[0].last_pick.strategy == "decode"
+    assert layer[0].last_pick.strategy == "fused"
     y.sum().backward()
     torch.testing.assert_close(x.grad[0], decode(packed).sum(dim=0), rtol=1e-5, atol=1e-5)

@@ -46,7 +46,9 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("name", few(["q4_0_gguf", "int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row", "mxfp4"], 2))
+@pytest.mark.parametrize(
+    "name", few(["q4_0_gguf", "iq4_nl_gguf", "int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row", "mxfp4"], 2)
+)
 @pytest.mark.parametrize("rows", [1, 3, 33])
 def test_joined_products_are_those_of_separate_layers_to_the_bit(name: str, rows: int) -> None:
     alone, joined = Attention(name), Attention(name)

@@ -9,8 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from bitplan.report import TrainingLog, write_report
-from bitplan.report.markup import VOID, escape, tag
-from bitplan.report.read_records import ReportError
+from bitplan.report.markup import VOID, escape, nbytes, tag
+from bitplan.report.page import build_sections
+from bitplan.report.read_records import ReportError, read_records
 
 from . import samples
 
@@ -423,3 +424,46 @@ def test_a_search_in_progress_without_a_goal_is_refused_by_name(tmp_path):
     path.write_text('{"document": "bitplan-search-progress", "version": 1, "model": "a", "goal": null}\n')
     with pytest.raises(ReportError, match=r"progress.jsonl: line 1: goal"):
         write_report([path], tmp_path / "page.html")
+
+
+def fit_document() -> dict[str, object]:
+    """What a fit writes: points that are predicted around its goal, plans that were measured, and an earlier goal."""
+    goal = {"memory": 1000, "context": 1024, "batch": 1, "device": "cpu", "target": "llama.cpp"}
+    plan = {"label": "joint plan", "weights_bytes": 600, "kv_bytes": 200, "predicted": 0.02, "kl": 0.021}
+    plan |= {"kinds": {"code.txt": 0.03, "wiki.txt": 0.012}, "choice": {}}
+    rival = {"label": "K and V in 8 bits", "weights_bytes": 500, "kv_bytes": 300, "predicted": 0.05, "kl": 0.06}
+    one = {"document": "bitplan-fit", "version": 1, "model": "model", "probe": {"nbytes": 150}, "tokens": 512}
+    one |= {"goal": goal, "needed_bytes": 950, "plan": plan, "measured": [plan, rival], "noise_floor": 0.001}
+    one |= {"missing": ["K and V as they are: no room"], "unproven": "llama.cpp itself was not run"}
+    points = [
+        {"memory": memory, "context": context, "predicted": 20 * context / memory**2}
+        for memory in (800, 1000, 1200, 1500)
+        for context in (512, 1024, 2048)
+    ]
+    earlier = one | {"goal": goal | {"memory": 1200}, "plan": plan | {"kl": 0.011}}
+    return one | {"landscape": points, "earlier": [earlier]}
+
+
+def test_a_fit_shows_kl_against_memory_and_context_with_the_goal_and_what_was_measured_apart(tmp_path):
+    path = tmp_path / "fit.json"
+    path.write_text(json.dumps(fit_document()))
+    (section, _) = build_sections(read_records([path]))
+    assert section.title == "Fit"
+    by_memory, by_context = (
+        section.body.split(f"<h4>KL against {what}</h4>")[1].split("</figure>")[0] for what in ("memory", "context")
+    )
+    for picture, rings, diamonds in ((by_memory, 12, 2), (by_context, 9, 1)):
+        assert picture.count("<circle") == rings
+        assert picture.count('class="mark k3"') == diamonds
+        assert picture.count('class="mark k1"') == 1
+        assert ">goal<" in picture
+        assert f"predicted 0.0205 nats with {nbytes(1000)} and 1k of context" in picture
+    assert f"joint plan, measured: 0.0110 nats with {nbytes(1200)} and 1k of context" in by_memory
+    assert f"For {nbytes(1000)} and 1k tokens of context in llama.cpp the plan takes {nbytes(950)}" in section.lead
+    assert "llama.cpp itself was not run" in section.body
+    assert "KL, code.txt" in section.body
+    other = fit_document() | {"plan": fit_document()["plan"] | {"kl": None}, "measured": [], "landscape": []}
+    path.write_text(json.dumps(other))
+    (section, _) = build_sections(read_records([path]))
+    assert "KL 0.0200, predicted nats" in section.lead
+    assert "KL against memory" not in section.body

@@ -38,6 +38,7 @@ FORMATS = (
     "q6_k_gguf",
     "q5_1_gguf",
 )
+VECTORS = ("iq3_s_gguf", "iq3_xxs_gguf", "iq2_s_gguf", "iq2_xs_gguf", "iq2_xxs_gguf")
 ROWS, COLS = 24, 128
 
 
@@ -145,6 +146,35 @@ def test_compiled_sweeps_are_as_good_as_their_definition(fmt: str, monkeypatch: 
         monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", smallest)
         errors.append(round_with_report(weight, fmt, hessian=inputs.T @ inputs)[1].after)
     assert errors[0] == pytest.approx(errors[1], rel=0.005)
+
+
+@pytest.mark.parametrize("fmt", VECTORS)
+def test_columns_of_vectors_make_up_for_each_other(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight at a time; sweeps gain, and compiled loops give the same before them, and after them as good numbers."""
+    pytest.importorskip("numba")
+    weight, inputs = example(512)
+    hessian, after, before_sweeps = inputs.T @ inputs, [], []
+    for smallest in (2**16, 0):
+        monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", smallest)
+        before_sweeps.append(round_weight(weight, fmt, hessian=hessian, sweeps=0))
+        encoded, report = round_with_report(weight, fmt, hessian=hessian)
+        unswept = round_with_report(weight, fmt, hessian=hessian, sweeps=0)[1]
+        assert report.after < 0.95 * unswept.after < 0.6 * report.before
+        error = decode(encoded) - weight
+        assert float((error @ hessian * error).sum() / (weight @ hessian * weight).sum()) < 1.1 * report.after
+        after.append(report.after)
+    assert torch.equal(before_sweeps[0].data, before_sweeps[1].data)
+    assert after[0] == pytest.approx(after[1], rel=0.01)
+
+
+def test_vectors_are_weighted_by_moments_and_by_outputs() -> None:
+    weight, inputs = example(256)
+    moments = round_with_report(weight, "iq3_s_gguf", moments=inputs.square().mean(0))[1]
+    assert moments.after < moments.before
+    grads = torch.randn(64, ROWS, generator=torch.Generator().manual_seed(1)) * torch.arange(1, ROWS + 1)
+    both = round_with_report(weight, "iq3_s_gguf", hessian=inputs.T @ inputs, outputs=grads.T @ grads)[1]
+    assert both.measure == "hessian and outputs"
+    assert both.after < 0.6 * both.before
 
 
 def test_only_q4_0_has_negative_scales() -> None:

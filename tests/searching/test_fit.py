@@ -10,10 +10,12 @@ import torch
 import transformers
 
 import bitplan
+from bitplan.files.engines import kernels
 from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.kv_formats import KVFormats
-from bitplan.searching import SearchError, SearchEvidence, fit
-from bitplan.searching.fit import KV_CANDIDATES, KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
+from bitplan.searching import SearchError, SearchEvidence, fit, memory_probe
+from bitplan.searching.engine_memory import ENGINES
+from bitplan.searching.fit import KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, parse_tokens
 from bitplan.searching.memory_probe import MemoryProbe, _measure
 from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
@@ -52,14 +54,14 @@ def fake_probe(_model, context, batch, device="cpu"):
 @pytest.fixture(scope="module", autouse=True)
 def measured_elsewhere():
     with rounding_to_nearest(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fit, "probe_memory", fake_probe)
+        patch.setattr(memory_probe, "probe_memory", fake_probe)
         yield
 
 
 @pytest.fixture(scope="module")
 def fitted(tmp_path_factory):
     folder, model = tmp_path_factory.mktemp("fit"), tiny_llama()
-    result = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
+    result = bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT), formats=FORMATS, out=folder)
     return model, folder, result
 
 
@@ -80,8 +82,8 @@ def test_the_parts_of_the_memory_add_up_and_the_plan_names_every_part(fitted):
 
 def test_no_fixed_format_of_keys_and_values_is_better_within_the_memory(fitted):
     _, _, result = fitted
-    measured = {row.label: row.measured.kl.mean for row in result.rows}
-    assert result.row.measured.kl.mean == min(measured.values())
+    measured = {row.label: row.kl for row in result.rows}
+    assert result.row.kl == min(measured.values())
     assert "K and V in 8 bits" in measured
     assert 0 <= result.solution.gap <= 1e-6
 
@@ -95,7 +97,7 @@ def test_the_measured_distance_is_that_of_the_model_run_so(fitted):
         bitplan.apply_plan(twin, result.plan, unsupported="skip")
         after = twin(ids, use_cache=False).logits.double().log_softmax(-1)
     kl = float((before.exp() * (before - after))[:, :-1].sum(-1).mean())
-    assert kl == pytest.approx(result.row.measured.kl.mean, rel=0.05)
+    assert kl == pytest.approx(result.row.kl, rel=0.05)
 
 
 def test_damage_of_a_layers_keys_grows_as_formats_get_coarser(fitted):
@@ -103,18 +105,17 @@ def test_damage_of_a_layers_keys_grows_as_formats_get_coarser(fitted):
     kv = SearchEvidence.load(folder / KV_EVIDENCE)
     assert [*kv.groups] == [f"layers.{layer}.{part}" for layer in range(3) for part in ("keys", "values")]
     for group in kv.groups.values():
-        nats = {fmt: group.nats(fmt) for fmt in KV_CANDIDATES}
+        nats = {fmt: group.nats(fmt) for fmt in ENGINES["bitplan"].formats}
         assert 0 < nats["int8_row"] < nats["fp8_e4m3_row"] < nats["int4_g32"]
         assert group.formats["int4_g32"].nbytes == 18
         assert group.formats["float32"].predicted == 0.0
 
 
-def test_evidence_answers_for_other_memories_and_contexts_at_once(fitted, monkeypatch):
+def test_evidence_answers_for_other_memories_and_contexts_at_once(fitted):
     _, folder, result = fitted
     again = plan_fit(folder, result.goal)
     assert again.plan == result.plan
-    monkeypatch.setattr(fit, "probe_memory", fake_probe)
-    longer = bitplan.fit("unused", memory=MEMORY, context=2 * CONTEXT, out=folder, plan_only=True)
+    longer = bitplan.fit("unused", goal=FitGoal(MEMORY, 2 * CONTEXT), out=folder, plan_only=True)
     assert longer.needed <= MEMORY
     assert longer.row.kv / (2 * CONTEXT) < result.row.kv / CONTEXT
     assert longer.row.predicted >= again.row.predicted
@@ -133,15 +134,116 @@ def test_too_little_memory_says_the_smallest_and_too_much_that_nothing_is_needed
     with pytest.raises(GoalError):
         plan_fit(folder, replace(result.goal, memory=smallest - 1))
     with pytest.raises(GoalError, match="the model fits as it is"):
-        bitplan.fit(tiny_llama(), tokens(), memory=10**9, context=CONTEXT, formats=FORMATS, out=folder)
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**9, CONTEXT), formats=FORMATS, out=folder)
 
 
 def test_a_stopped_fit_goes_on_with_what_was_measured(fitted, monkeypatch):
     model, folder, result = fitted
     monkeypatch.setattr(fit, "gather_kv", None)  # would be called where nothing is known
-    again = bitplan.fit(model, tokens(), memory=MEMORY, context=CONTEXT, formats=FORMATS, out=folder)
+    again = bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT), formats=FORMATS, out=folder)
     assert dict(again.row.choice) == dict(result.row.choice)
     assert again.plan == result.plan
+
+
+def test_a_finished_fit_run_again_and_asked_again_gives_the_same_plan_and_what_was_measured(fitted, monkeypatch):
+    """Though the memory beside weights differs between runs, and other goals were fitted in between."""
+    model, folder, result = fitted
+    files = {name: (folder / name).read_bytes() for name in ("plan.json", "fit.json", "memory.json")}
+    larger = {"goal": FitGoal(MEMORY + 20_000, CONTEXT), "formats": FORMATS, "out": folder}
+    other = bitplan.fit(model, tokens(), **larger)
+    monkeypatch.setattr(memory_probe, "probe_memory", None)  # what was measured is known
+    known = plan_fit(folder, result.goal)
+    assert known.to_document() == {
+        key: value for key, value in json.loads(files["fit.json"]).items() if key not in ("landscape", "earlier")
+    }
+    assert known.row.kl == result.row.kl
+    again = bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT), formats=FORMATS, out=folder)
+    assert (folder / "plan.json").read_bytes() == files["plan.json"]
+    assert (folder / "memory.json").read_bytes() == files["memory.json"]
+    assert again.to_document() == result.to_document()
+    assert plan_fit(folder, other.goal).row.kl == other.row.kl
+    document = json.loads((folder / "fit.json").read_text())
+    document["plan"]["choice"].popitem()
+    (folder / "broken").mkdir()
+    for name in ("evidence.json", KV_EVIDENCE):
+        (folder / "broken" / name).write_bytes((folder / name).read_bytes())
+    (folder / "broken" / "fit.json").write_text(json.dumps(document))
+    with pytest.raises(EvidenceFileError, match="has not one format of every group"):
+        plan_fit(folder / "broken", result.goal)
+
+
+def test_the_picture_has_the_best_plans_for_memories_and_contexts_around_the_goal(fitted):
+    _, _, result = fitted
+    at_goal = [each for each in result.landscape if each["memory"] == MEMORY and each["context"] == CONTEXT]
+    assert [each["predicted"] for each in at_goal] == [pytest.approx(result.solution.nats, rel=0.02)]
+    for one in result.landscape:
+        assert one["weights_bytes"] + one["kv_bytes"] + RESERVED + one["context"] <= one["memory"]
+        more = [each["predicted"] for each in result.landscape if each["context"] == one["context"]]
+        assert more == sorted(more, reverse=True)
+    assert len({one["context"] for one in result.landscape}) >= 4
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory):
+    """Fits for the other engines, whose workspace is a formula."""
+    found = {}
+    for target, fmt in (
+        ("llama.cpp", ("q4_0_gguf", "q8_0_gguf", "bfloat16")),
+        ("vllm", ("int4_g32", "int8_row", "bfloat16")),
+    ):
+        goal = FitGoal(10**9, CONTEXT, 1, "cpu", target)
+        beside = goal.engine.overhead(tiny_llama().config, goal)
+        folder = tmp_path_factory.mktemp("engine")
+        memory = beside + 340_000
+        found[target] = bitplan.fit(
+            tiny_llama(), tokens(), goal=FitGoal(memory, CONTEXT, target=target), formats=fmt, out=folder
+        )
+        with pytest.raises(EvidenceFileError, match=f"of a fit for {target}, and bitplan is asked for"):
+            plan_fit(folder, FitGoal(memory, CONTEXT))
+        assert plan_fit(folder, found[target].goal).row.kl == found[target].row.kl
+    return found
+
+
+def test_llama_cpp_has_one_type_for_all_keys_and_one_for_all_values(elsewhere):
+    result = elsewhere["llama.cpp"]
+    assert set(result.row.choice) >= {"layers.*.keys", "layers.*.values"}
+    rows = [ENGINES["llama.cpp"].row_bytes(result.row.choice[f"layers.*.{part}"], 1, 32) for part in ("keys", "values")]
+    assert result.row.kv == 3 * CONTEXT * sum(rows)
+    types = {"q4_0_gguf": "q4_0", "q8_0_gguf": "q8_0", None: "f16"}
+    command = result.goal.engine.command(result.kv, result.goal, result.row.kv, "a model.gguf")
+    expected = f"-c 1024 -np 1 -ctk {types[result.kv.keys]} -ctv {types[result.kv.values]} -fa on"
+    assert command == f"llama-server -m 'a model.gguf' {expected}"
+    assert "q4_0" in command or "q8_0" in command
+    assert result.needed <= result.goal.memory
+    assert result.to_document()["unproven"].startswith("llama.cpp itself was not run")
+
+
+def test_vllm_keeps_all_in_fp8_or_as_it_is(elsewhere, monkeypatch):
+    result = elsewhere["vllm"]
+    fmt = result.row.choice["layers.*.keys and values"]
+    assert result.row.kv == 3 * 2 * CONTEXT * 32 * (1 if fmt == "fp8_e4m3_row" else 2)
+    command = result.goal.engine.command(result.kv, result.goal, result.row.kv, "out")
+    kept = "fp8" if fmt == "fp8_e4m3_row" else "auto"
+    assert f"--max-model-len 1024 --max-num-seqs 1 --max-num-batched-tokens 2048 --kv-cache-dtype {kept}" in command
+    assert command.endswith(f"--kv-cache-memory-bytes {result.row.kv}")
+    with pytest.raises(SearchError, match="q4_k_gguf"):
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**10, 64, target="vllm"), formats=("q4_k_gguf",))
+    monkeypatch.setattr(fit, "get_engine", lambda _name: kernels.Engine("vLLM", ("int8_row",), ("int8_row",), {}))
+    with pytest.raises(SearchError, match="has no kernel for int8_g64"):
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**10, 64, target="vllm"), formats=("int8_g64",))
+    with pytest.raises(SearchError, match=r"a fit is for one of bitplan, llama\.cpp, vllm, got 'mlx'"):
+        FitGoal(10**9, 64, target="mlx")
+
+
+def test_what_engines_take_beside_weights_is_by_their_formula():
+    config = transformers.LlamaConfig(vocab_size=128_256, hidden_size=4096, intermediate_size=14336)
+    goal = FitGoal(10**10, 2048, target="llama.cpp")
+    # llama.cpp's logs of this shape say 258.5 MiB on a GPU, and 12 on the host.
+    assert goal.engine.overhead(config, goal) - 300_000_000 == pytest.approx((258.5 + 12) * 2**20, rel=0.02)
+    assert goal.engine.tokens(1024, goal) == 1536
+    assert goal.engine.tokens(None, replace(goal, context=1000, batch=3)) == 3 * 1024
+    vllm = FitGoal(10**10, 8192, 2, target="vllm")
+    assert vllm.engine.overhead(config, vllm) == 2 * 2048 * (3 * 14336 + 6 * 4096) + 24 * 128_256 + 1_500_000_000
 
 
 def test_a_window_counts_no_more_than_its_tokens_and_texts_at_once_count_each(fitted):
@@ -178,11 +280,11 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 
 def test_what_cannot_be_fitted_is_refused_before_work():
-    small = {"memory": 10**7, "context": 64, "formats": FORMATS}
+    small = {"goal": {"memory": 10**7, "context": 64}, "formats": FORMATS}
     with pytest.raises(SearchError, match="models of transformers alone"):
         bitplan.fit(torch.nn.Sequential(torch.nn.Embedding(96, 64), torch.nn.Linear(64, 96)), tokens(), **small)
     with pytest.raises(GoalError, match="above 0"):
-        bitplan.fit(tiny_llama(), tokens(), memory=0, context=64)
+        bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(0, 64))
 
 
 def test_distances_by_kind_of_text_and_a_warning_where_one_is_hurt_twice_as_much():

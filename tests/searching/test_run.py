@@ -37,7 +37,7 @@ from bitplan.searching.collect import EVIDENCE
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.goal import EvidenceFileError, GoalError
 from bitplan.searching.run import SearchOptions
-from bitplan.searching.runtime_formats import TARGETS
+from bitplan.searching.runtime_formats import TARGETS, candidates
 from bitplan.searching.searched_model import subject_of
 from bitplan.searching.solver import plan_for, solve
 from bitplan.searching.statistics import STATISTICS, InputStatistics, add_upper_products, mirror
@@ -250,7 +250,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     model, windows = tiny_llama(), tokens()
     calls = {"windows": 0, "checks": 0}
     stop_at = {"windows": 2, "checks": 3}
-    real_add, real_kl = collect.add_windows, runner.PlanMeter.kl
+    real_add, real_measure = collect.add_windows, runner.PlanMeter.measure
 
     def add_windows(*given):
         calls["windows"] += 1
@@ -258,16 +258,16 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
             raise KeyboardInterrupt
         real_add(*given)
 
-    def kl(self, evidence, choice, label):
+    def measure(self, evidence, choice, label, *given, **more):
         if "of all layers" in label:
             calls["checks"] += 1
             if calls["checks"] == stop_at["checks"]:
                 raise KeyboardInterrupt
-        return real_kl(self, evidence, choice, label)
+        return real_measure(self, evidence, choice, label, *given, **more)
 
     monkeypatch.setattr(collect, "add_windows", add_windows)
     monkeypatch.setattr(gathered, "AT_ONCE", 8 * 24)
-    monkeypatch.setattr(runner.PlanMeter, "kl", kl)
+    monkeypatch.setattr(runner.PlanMeter, "measure", measure)
     options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row"), "out": tmp_path}
     for _ in range(2):
         with pytest.raises(KeyboardInterrupt):
@@ -481,6 +481,15 @@ def test_a_target_loads_what_its_files_hold(target, held):
     assert set(EXPORTED[TARGETS[target].export]) <= set(held)
     assert set(held) <= {*EXPORTED[TARGETS[target].export], *GGUF_CASTS}
     assert all(TARGETS[target].loads(fmt) for fmt in TARGETS[target].formats)
+
+
+def test_goals_below_four_bits_try_blocks_of_vectors():
+    for target, takes in (("llama.cpp", True), ("bitplan", True), ("vllm", False), ("training", False)):
+        few_bits = candidates(TARGETS[target], None, 3.9)
+        assert ("iq3_s_gguf" in few_bits) is takes
+        assert all(TARGETS[target].loads(fmt) for fmt in few_bits)
+        assert candidates(TARGETS[target], None, 4.0) == candidates(TARGETS[target], None) == TARGETS[target].formats
+    assert candidates(TARGETS["llama.cpp"], ["q8_0_gguf"], 2.5) == ("q8_0_gguf",)
 
 
 def test_what_is_packed_already_stays_where_it_is_kept():

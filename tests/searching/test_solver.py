@@ -12,8 +12,8 @@ import pytest
 from bitplan.searching import Goal, SearchEvidence
 from bitplan.searching.evidence import FormatCost, TensorGroup
 from bitplan.searching.explain import compare_plans, explain_plan
-from bitplan.searching.goal import GoalError, parse_bytes
-from bitplan.searching.solver import front, may_win, rivals_of, solve
+from bitplan.searching.goal import GoalError, aims_of, parse_bytes, parse_kinds
+from bitplan.searching.solver import front, may_win, plan_for, rivals_of, solve
 
 FORMATS = {"mxfp4": 4.25, "q4_0_gguf": 4.5, "int8_row": 8.06, "bfloat16": 16.0}
 
@@ -50,6 +50,59 @@ def test_no_choice_within_the_size_is_better(bits):
     assert solution.nbytes == evidence.nbytes(solution.choice) <= bits * evidence.numbers / 8
     assert solution.bound <= solution.nats * (1 + 1e-6)
     assert solve(made_evidence(), Goal(bits=bits)) == solution
+
+
+def of_two_kinds() -> SearchEvidence:
+    """Groups that hurt one kind of text or the other."""
+    evidence = made_evidence()
+    for index, group in enumerate(evidence.groups.values()):
+        group.kinds = {"prose": 1.8, "code": 0.2} if index % 2 else {"prose": 0.1, "code": 1.9}
+    return evidence
+
+
+@pytest.mark.parametrize("kinds", ["worst", (0.9, 0.1), (1.0, 3.0)])
+@pytest.mark.parametrize("bits", [4.6, 6.0])
+def test_no_choice_is_better_for_the_worst_kind_of_text_or_by_shares(bits, kinds):
+    evidence = of_two_kinds()
+    plain = solve(evidence, Goal(bits=bits))
+    goal = Goal(bits=bits, kinds=kinds)
+    evidence.aims = aims_of(goal.kinds, evidence.kinds)
+    solution = solve(evidence, goal)
+
+    def harm(choice):
+        groups = evidence.groups
+        kl = [sum(evidence.nats(g, f) * groups[g].kinds[kind] for g, f in choice.items()) for kind in evidence.kinds]
+        return max(kl) if kinds == "worst" else sum(map(math.prod, zip(kl, kinds, strict=True))) / sum(kinds)
+
+    within = [each for each in every_choice(evidence) if evidence.bits(evidence.nbytes(each)) <= bits]
+    assert harm(solution.choice) == pytest.approx(min(map(harm, within)))
+    assert evidence.harm(solution.choice) == pytest.approx(harm(solution.choice))
+    assert solution.bound == pytest.approx(harm(solution.choice), rel=1e-5)
+    assert harm(solution.choice) <= harm(plain.choice)
+    again = SearchEvidence.from_document(evidence.to_document())
+    assert plan_for(again, goal) == solution.choice
+    assert plan_for(again, Goal(bits=bits)) == plain.choice
+
+
+def test_kinds_of_text_that_a_goal_counts_are_those_that_there_are():
+    assert parse_kinds("0.7:0.3") == (0.7, 0.3)
+    assert aims_of(parse_kinds("3:1"), ["a", "a", "b"]) == [{"a": 0.75, "b": 0.25}]
+    assert aims_of("worst", ["a", "b"]) == [{"a": 1.0}, {"b": 1.0}]
+    assert aims_of("mean", []) == []
+    assert Goal(bits=4.0, kinds=(3.0, 1.0)).to_dict() == {"bits": 4.0, "kinds": [3.0, 1.0]}
+    assert str(Goal(bits=4.0, kinds="worst")) == "4 bits a weight, the worst kind of text counts"
+    for kinds, names, said in (
+        ("worst", ["a"], "the text has 1 of them"),
+        ("worst", [], "the text has 1 of them"),
+        ((1.0, 1.0), ["a", "b", "c"], "the text has 3 of them"),
+    ):
+        with pytest.raises(GoalError, match=said):
+            aims_of(kinds, names)
+    for text in ("best", "0:0", "1:1.2.3", "-1:2"):
+        with pytest.raises(GoalError):
+            Goal(bits=4.0, kinds=parse_kinds(text))
+    with pytest.raises(GoalError, match="a limit of KL holds for all text together"):
+        Goal(max_kl=0.1, kinds="worst")
 
 
 def test_a_distance_alone_asks_for_the_fewest_bytes():

@@ -14,7 +14,7 @@ from bitplan.trees import (
     load_trees,
     recommend_gradient_precision,
 )
-from bitplan.trees.checks import is_missing
+from bitplan.trees.tables import is_missing
 from tests.crosses import few
 
 SETTINGS = {"n_estimators": 6, "max_leaves": 8}

@@ -8,7 +8,8 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy import sparse
 from sklearn import metrics
 
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, load_trees
+from bitplan.trees.boost import dropped_rounds
 from tests.trees.samples import table
 
 SMALL = {"n_estimators": 4, "max_leaves": 6, "n_jobs": 1}
@@ -234,3 +235,107 @@ def test_a_classifier_takes_an_objective():
         BoostedTreesClassifier(objective=lambda y, _: (y, y)).fit(x, labels)
     with pytest.raises(TreesError, match="objective: a classifier's follows from its classes; expected None or a func"):
         BoostedTreesClassifier(objective="binary").fit(x, y > 0)
+
+
+DART = {"boosting": "dart", "drop_rate": 0.4, "skip_drop": 0.2, "max_leaves": 5, "n_jobs": 1}
+
+
+@pytest.mark.parametrize("precision", ["f32", "i16"])
+def test_dart_is_its_definition(rows, precision):
+    """Round by round with public parts: a tree fitted to what the trees that were not left out lack."""
+    x, y, _ = rows
+    settings = {**DART, "n_estimators": 12, "gradient_precision": precision, "stochastic_rounding": False}
+    model = BoostedTreesRegressor(**settings).fit(x, y, init_score=np.zeros(300), eval_set=(x, y), eval_init_score=y)
+    plain = BoostedTreesRegressor(**settings | {"boosting": "gradient", "n_estimators": 1})
+    parts, shares, most = [], np.empty(0), 0
+    for number in range(12):
+        dropped = dropped_rounds(model._settings(x.shape[1]), number, shares)
+        most, share = max(most, len(dropped)), 1 / (len(dropped) + 1)
+        kept = [part for place, part in enumerate(parts) if place not in dropped]
+        new = plain.fit(x, y, init_score=np.sum([np.zeros(300), *kept], axis=0)).predict(x)
+        parts = [part * (1 - share) if place in dropped else part for place, part in enumerate(parts)] + [new * share]
+        shares[dropped] *= 1 - share
+        shares = np.append(shares, share)
+    assert most > 2
+    assert_allclose(model.predict(x), np.sum(parts, axis=0), rtol=1e-9, atol=1e-12)
+    watched = model.evals_result_["valid_0"]["squared_error"]
+    assert_allclose(watched[-1], np.mean(np.sum(parts, axis=0) ** 2))  # of sets whose scores began elsewhere
+
+
+def test_dart_repeats_is_saved_and_is_refused_what_it_cannot_do(rows, tmp_path):
+    x, y, places = rows
+    model = BoostedTreesClassifier(**DART, n_estimators=12, max_drop=3).fit(x, places, eval_set=(x, places))
+    again = BoostedTreesClassifier(**DART | {"n_jobs": 2}, n_estimators=12, max_drop=3).fit(x, places)
+    assert again.to_lightgbm() == model.to_lightgbm()
+    again.save(tmp_path / "model.json")
+    assert load_trees(tmp_path / "model.json").get_params()["max_drop"] == 3
+    assert_array_equal(load_trees(tmp_path / "model.json").predict_proba(x), again.predict_proba(x))
+    last = model.evals_result_["valid_0"]["multiclass"][-1]
+    assert_allclose(last, metrics.log_loss(places, model.predict_proba(x)))
+    assert model.set_params(random_state=1).fit(x, places).to_lightgbm() != again.to_lightgbm()
+    never = BoostedTreesRegressor(**DART | {"skip_drop": 1.0}).fit(x, y)
+    assert_array_equal(never.predict(x), BoostedTreesRegressor(max_leaves=5, n_jobs=1).fit(x, y).predict(x))
+    for settings, more, said in [
+        ({"early_stopping_rounds": 3}, {}, "leave early_stopping_rounds and seconds out"),
+        ({}, {"seconds": 1}, "leave early_stopping_rounds and seconds out"),
+        ({}, {"init_model": never}, "begins a new model; leave init_model"),
+        ({"device": "cuda"}, {}, "grows trees on the CPU"),
+    ]:
+        with pytest.raises(TreesError, match=f"boosting: 'dart' .*{said}"):
+            BoostedTreesRegressor(**DART, **settings).fit(x, y, **more)
+    with pytest.raises(TreesError, match="boosting: expected one of 'gradient', 'dart', got 'goss'"):
+        BoostedTreesRegressor(boosting="goss").fit(x, y)
+
+
+def test_dart_is_as_good_as_lightgbms():
+    lightgbm = pytest.importorskip("lightgbm")
+    x, y = table(1000)
+    settings = {"n_estimators": 30, "drop_rate": 0.3, "skip_drop": 0.0}
+    ours, theirs = [], []
+    for seed in range(3):
+        model = BoostedTreesRegressor(boosting="dart", random_state=seed, **settings).fit(x, y)
+        peer = lightgbm.LGBMRegressor(boosting_type="dart", drop_seed=seed, n_jobs=1, verbose=-1, **settings).fit(x, y)
+        ours.append(np.mean((model.predict(x) - y) ** 2))
+        theirs.append(np.mean((peer.predict(x) - y) ** 2))
+    assert np.mean(ours) == pytest.approx(np.mean(theirs), rel=0.1)
+
+
+def test_what_a_masked_array_hides_is_missing(rows):
+    x, y, _ = rows
+    hidden = x > 1
+    model = BoostedTreesRegressor(**SMALL).fit(np.ma.array(x, mask=hidden), y)
+    plain = BoostedTreesRegressor(**SMALL).fit(np.where(hidden, np.nan, x), y)
+    assert_array_equal(model.predict(np.ma.array(x, mask=hidden)), plain.predict(np.where(hidden, np.nan, x)))
+    masked = np.ma.array(y, mask=y > 1)
+    for said, given in (("y", (x, masked)), ("sample_weight", (x, y, masked)), ("y", (x, y, None, (x, masked)))):
+        with pytest.raises(TreesError, match=f"{said}: {int((y > 1).sum())} of its numbers are masked"):
+            BoostedTreesRegressor(**SMALL).fit(*given)
+
+
+def test_columns_of_frames_that_are_no_numbers(rows):
+    pandas = pytest.importorskip("pandas")
+    _, y, _ = rows
+    for column in (pandas.period_range("2020", periods=300), pandas.arrays.IntervalArray.from_breaks(range(301))):
+        with pytest.raises(TreesError, match=r"X: column 'a' has .* in row 0, expected numbers"):
+            BoostedTreesRegressor(**SMALL).fit(pandas.DataFrame({"a": column}), y)
+    arrow = pytest.importorskip("pyarrow")
+    words = np.array(["a", "b", "c"])[np.arange(300) % 3]
+    held = pandas.arrays.ArrowExtensionArray(arrow.array(words).dictionary_encode())
+    model = BoostedTreesRegressor(**SMALL).fit(pandas.DataFrame({"a": held}), y)
+    text = pandas.DataFrame({"a": words})
+    plain = BoostedTreesRegressor(**SMALL, categorical_features=["a"]).fit(text, y)
+    assert_array_equal(model.predict(text), plain.predict(pandas.DataFrame({"a": held})))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("n_estimator", "there is no setting 'n_estimator'; did you mean 'n_estimators'"),
+        ("min_split_loss", "min_split_loss is called min_split_gain here"),
+        ("booster", "leave it out: set boosting='dart'"),
+        ("client", "unexpected keyword argument 'client'"),
+    ],
+)
+def test_settings_that_are_not_ours(name, said):
+    with pytest.raises(TypeError, match=said):
+        BoostedTreesRegressor(**{name: 1})

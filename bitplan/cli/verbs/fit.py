@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bitplan.cli.options import Json, Keep
+from bitplan.cli.options import Json, Keep, KindsOfText
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 from bitplan.searching.goal import WINDOWS
 
@@ -25,7 +25,11 @@ def fit(
         typer.Option(metavar="FILE", help="Text of the kind the model is for, or .jsonl of chats; several: kinds."),
     ] = None,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once, each of this context.")] = 1,
-    device: Annotated[str, typer.Option(help="Where the model shall run: cpu, cuda or cuda:N.")] = "cpu",
+    runtime: Annotated[
+        str, typer.Option("--for", metavar="RUNTIME", help="Where the model shall run: bitplan, llama.cpp or vllm.")
+    ] = "bitplan",
+    device: Annotated[str, typer.Option(help="Where to compute, and to run in bitplan: cpu, cuda or cuda:N.")] = "cpu",
+    kinds: KindsOfText = "mean",
     held_out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text for the proof; else the last quarter of --text.")
     ] = None,
@@ -43,16 +47,19 @@ def fit(
 ) -> None:
     """Find the best formats of weights, keys and values with which a model and its context fit into a memory.
 
-    Writes evidence.json, kv_evidence.json, plan.json and fit.json into the folder; a run that was stopped goes on.
+    Writes evidence.json, kv_evidence.json, plan.json, fit.json and report.html, a page with a picture of KL against
+    memory and context, into the folder; a run that was stopped goes on.
 
     Example: bitplan fit llama --memory 24GB --context 32k --text text.txt --window 16 --formats mxfp4,int8_row
     """
     from bitplan.base.records import read_text
     from bitplan.cli.verbs.search import read_kinds
     from bitplan.files.headers import check_model_source
-    from bitplan.searching.goal import GoalError, parse_bytes, parse_tokens
+    from bitplan.searching.engine_memory import engine_of
+    from bitplan.searching.goal import GoalError, parse_bytes, parse_kinds, parse_tokens
 
-    limit, tokens = parse_bytes(memory, "memory"), parse_tokens(context)
+    limit, tokens, counted = parse_bytes(memory, "memory"), parse_tokens(context), parse_kinds(kinds)
+    engine_of(runtime)
     names = None if formats is None else [name.strip() for name in formats.split(",")]
     if not text and not plan_only:
         raise GoalError("a fit needs text, or the evidence of an earlier one", settings={"text": "FILE"})
@@ -60,15 +67,15 @@ def fit(
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
 
+    from bitplan.report.page import write_report
+    from bitplan.searching.fit import FitGoal
     from bitplan.searching.fit import fit as run_fit
     from bitplan.searching.run import SearchOptions
 
     note = (lambda _line: None) if as_json else say
     result = run_fit(
         model,
-        memory=limit,
-        context=tokens,
-        batch=batch,
+        goal=FitGoal(limit, tokens, batch, device, runtime, counted),
         text=content,
         held_out=proof,
         formats=names,
@@ -77,6 +84,8 @@ def fit(
         plan_only=plan_only,
         options=SearchOptions(device, window, windows, stage=partial(progress, estimates=False), note=note),
     )
+    if not plan_only:
+        write_report([out / "fit.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {result.goal}")
     if as_json:
         show_json(result.to_document())
         return
@@ -85,7 +94,7 @@ def fit(
 
 def show_fit(result: FitResult, out: Path) -> None:
     """A table of plans, what the memory is for, and the commands that come next."""
-    from bitplan.cli.verbs.search import kinds_columns, next_step
+    from bitplan.cli.verbs.search import kinds_columns, next_step, output_name
     from bitplan.searching.runtime_formats import target_of
 
     rows = [
@@ -94,8 +103,8 @@ def show_fit(result: FitResult, out: Path) -> None:
             "weights": human_bytes(row.weights),
             "K and V": human_bytes(row.kv),
             "predicted KL": f"{row.predicted:.5f}",
-            "KL": "not measured" if row.measured is None else f"{row.measured.kl.mean:.5f}",
-            **({} if row.measured is None else kinds_columns(row.measured.quality, result.kinds)),
+            "KL": "not measured" if row.kl is None else f"{row.kl:.5f}",
+            **kinds_columns(row.kinds),
         }
         for row in result.rows
     ]
@@ -112,4 +121,11 @@ def show_fit(result: FitResult, out: Path) -> None:
     say(f"solved to within {result.solution.gap:.2g} of the best possible{floor}")
     if result.hurt_kind is not None:
         say(f"a kind of text is hurt far more: {result.hurt_kind}")
-    say(next_step(target_of("bitplan"), result.model, out), divided=False)
+    goal, target = result.goal, target_of(result.goal.target)
+    engine, output = goal.engine, output_name(target, result.model)
+    kernels = () if engine.kernels is None else ("--engine", engine.kernels)
+    say(next_step(target, result.model, out, *kernels), divided=False)
+    command = engine.command(result.kv, goal, result.row.kv, output)
+    if command is not None:
+        say(f"run it: {command}", divided=False)
+        say(engine.unproven)

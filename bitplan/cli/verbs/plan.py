@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from bitplan.base.text import counted
-from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
+from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, KindsOfText, MaxKl, Rows
 from bitplan.cli.quick_help import QuickCommand, QuickGroup, manifest_names, shipped_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
@@ -211,6 +211,7 @@ def plan(
     max_kl: MaxKl = None,
     faster: Faster = None,
     rows: Rows = 1,
+    kinds: KindsOfText = "mean",
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the plan as JSON here.")] = None,
     mermaid: Annotated[bool, typer.Option("--mermaid", help="Print a mermaid diagram instead of a table.")] = False,
     force: Force = False,
@@ -232,8 +233,8 @@ def plan(
     if source is not None:
         if arguments or fmt or keep:
             raise typer.BadParameter("--from has the model's tensors: give a goal (--bits 4) and no MODEL or --format")
-        resolved = _solved(source, _goal(bits, size, max_kl, faster, rows), output, force)
-        _show_plan(resolved, f"{source}", output, mermaid=mermaid, as_json=as_json)
+        resolved, distance = _solved(source, _goal(bits, size, max_kl, faster, rows, kinds), output, force)
+        _show_plan(resolved, f"{source}", output, mermaid=mermaid, as_json=as_json, compared=distance)
         return
     if any(given is not None for given in (bits, size, max_kl, faster)):
         raise typer.BadParameter("a goal (--bits, --bytes, --max-kl, --faster) goes with --from EVIDENCE")
@@ -268,14 +269,16 @@ def _is_record(path: Path) -> bool:
     return ".json" in path.suffix or (path / "plan.json").is_file()
 
 
-def _goal(bits: float | None, size: str | None, max_kl: float | None, faster: float | None, rows: int) -> Goal:
-    from bitplan.searching.goal import Goal, parse_bytes
+def _goal(
+    bits: float | None, size: str | None, max_kl: float | None, faster: float | None, rows: int, kinds: str
+) -> Goal:
+    from bitplan.searching.goal import Goal, parse_bytes, parse_kinds
 
-    return Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
+    return Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows, parse_kinds(kinds))
 
 
-def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
-    """The best plan for a goal, from evidence alone."""
+def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> tuple[Plan, str]:
+    """The best plan for a goal, from evidence alone, and how far it is from the model."""
     from bitplan.base.records import check_output
     from bitplan.searching.evidence import SearchEvidence
     from bitplan.searching.explain import explain_plan
@@ -284,7 +287,11 @@ def _solved(source: Path, goal: Goal, output: Path | None, force: bool) -> Plan:
     if output is not None:
         check_output(output, inputs=[source], force=force)
     evidence = SearchEvidence.load(source)
-    return explain_plan(evidence, plan_for(evidence, goal), rows=goal.rows if goal.faster is not None else None)
+    choice, proven = plan_for(evidence, goal), evidence.proven_for(goal.to_dict())
+    distance = f"KL {evidence.predict(choice):.5f}, predicted: this goal was not searched for"
+    if proven is not None:
+        distance = f"KL {proven.kl:.5f}, measured on held-out text: the plan that was searched for this goal"
+    return explain_plan(evidence, choice, rows=goal.rows if goal.faster is not None else None), distance
 
 
 def explain(

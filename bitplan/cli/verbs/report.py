@@ -100,6 +100,6 @@ def records_of_folder(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def records_of_search(folder: Path) -> list[Path]:
-    """What a page shows of a folder that `search` wrote; nothing for other folders."""
-    records = [folder / "front.json", folder / "plan.json"]
-    return records if all(record.is_file() for record in records) else []
+    """What a page shows of a folder that `search` or `fit` wrote; nothing for other folders."""
+    known = ([folder / first, folder / "plan.json"] for first in ("fit.json", "front.json"))
+    return next((records for records in known if all(record.is_file() for record in records)), [])

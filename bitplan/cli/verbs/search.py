@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, count
 from pathlib import Path
@@ -11,13 +11,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, MaxKl, Rows
+from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, KindsOfText, MaxKl, Rows
 from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
 from bitplan.cli.verbs.report import records_of_search
 from bitplan.searching.goal import WINDOWS
 
 if TYPE_CHECKING:
-    from bitplan.packed.language.perplexity import Quality
     from bitplan.searching.run import SearchResult
     from bitplan.searching.runtime_formats import Target
 
@@ -35,6 +34,7 @@ def search(
     max_kl: MaxKl = None,
     faster: Faster = None,
     rows: Rows = 1,
+    kinds: KindsOfText = "mean",
     held_out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Text for the proof; else the last quarter of --text.")
     ] = None,
@@ -90,13 +90,13 @@ def search(
     from bitplan.base.records import read_text
     from bitplan.files.headers import check_model_source
     from bitplan.files.open_files import open_tensors
-    from bitplan.searching.goal import Goal, parse_bytes
+    from bitplan.searching.goal import Goal, parse_bytes, parse_kinds
     from bitplan.searching.runtime_formats import TARGETS, candidates, target_of
 
     # Refuse all that can be refused before torch is imported and minutes are spent.
-    goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows)
+    goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows, parse_kinds(kinds))
     target = target_of(runtime or "bitplan")
-    names = candidates(target, None if formats is None else [name.strip() for name in formats.split(",")])
+    names = candidates(target, None if formats is None else [name.strip() for name in formats.split(",")], bits)
     content = read_kinds(text)
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
@@ -167,11 +167,9 @@ def read_kinds(files: Sequence[Path]) -> str | dict[str, str]:
     return contents if len(files) > 1 or files[0].suffix == ".jsonl" else contents[str(files[0])]
 
 
-def kinds_columns(quality: Quality, kinds: Sequence[str]) -> dict[str, str]:
+def kinds_columns(by_kind: Mapping[str, float]) -> dict[str, str]:
     """Columns of a table: the distance on every kind of text."""
-    from bitplan.searching.plan_meter import kl_by_kind
-
-    return {f"KL, {Path(kind).name}": f"{kl:.5f}" for kind, kl in kl_by_kind(quality, kinds).items()}
+    return {f"KL, {Path(kind).name}": f"{kl:.5f}" for kind, kl in by_kind.items()}
 
 
 def _left(folder: Path, out: Path, force: bool) -> str:
@@ -185,24 +183,31 @@ def _left(folder: Path, out: Path, force: bool) -> str:
     return f"{folder} has {contents}: the same command{how} goes on from there{earlier}"
 
 
-def next_step(target: Target, model: str, out: Path) -> str:
-    """A sentence with the command that applies the plan, as it can be pasted."""
+def next_step(target: Target, model: str, out: Path, *more: str) -> str:
+    """A sentence with the command that applies the plan, as it can be pasted; `more` are its further words."""
     plan, evidence = out / "plan.json", out / "evidence.safetensors"
     if target.streamed:
         loaded = f"bitplan.plan.Plan.load({str(plan)!r})"
         return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
+    output = output_name(target, model)
+    verb, to = ("quantize", []) if target.export is None else ("export", ["--to", target.export])
+    words = ["bitplan", verb, model, output, *to, "--plan", str(plan), "--evidence", str(evidence), *more]
+    return f"apply it: {shlex.join(words)}"
+
+
+def output_name(target: Target, model: str) -> str:
+    """A file or folder here that does not exist yet, for the model as the target reads it."""
     source = Path(model)
     stem, suffix = source.name if source.is_dir() else source.stem, ".gguf" if target.export == "gguf" else ""
     names = (
         f"{stem}-{target.export or 'packed'}{number}{suffix}" for number in chain([""], map("-{}".format, count(2)))
     )
-    output = next(name for name in names if not Path(name).exists())
-    verb, to = ("quantize", []) if target.export is None else ("export", ["--to", target.export])
-    words = ["bitplan", verb, model, output, *to, "--plan", str(plan), "--evidence", str(evidence)]
-    return f"apply it: {shlex.join(words)}"
+    return next(name for name in names if not Path(name).exists())
 
 
 def show_result(result: SearchResult) -> None:
+    from bitplan.searching.plan_meter import kl_by_kind
+
     evidence = result.evidence
     floor = result.noise_floor.against
     rows = [
@@ -212,7 +217,7 @@ def show_result(result: SearchResult) -> None:
             "bits a weight": f"{evidence.bits(each.nbytes):.3f}",
             "predicted KL": f"{each.predicted:.5f}",
             "KL": f"{each.kl.mean:.5f}" + (f" +- {each.kl.standard_error:.5f}" if each.kl.standard_error else ""),
-            **kinds_columns(each.quality, result.kinds),
+            **kinds_columns(kl_by_kind(each.quality, result.kinds)),
             "perplexity": f"{each.quality.perplexity:.3f}",
         }
         for each in result.rivals

@@ -42,6 +42,7 @@ FORMATS = {
     "gguf": (
         *("q2_k_gguf", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "iq4_nl_gguf", "mxfp4", "mxfp4_gguf"),
         *("q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf", "q8_0_gguf"),
+        *("iq4_xs_gguf", "iq3_s_gguf", "iq3_xxs_gguf", "iq2_s_gguf", "iq2_xs_gguf", "iq2_xxs_gguf"),
     ),
     "compressed-tensors": (
         *("int4_g32", "int4_g64", "int4_g128", "int8_row", "int8_g64", "int8_g128"),
@@ -247,8 +248,6 @@ def export_model(
     output: str | Path,
     to: str,
     formats: Wanted,
-    *,
-    on_bytes: OnBytes | None = None,
     **options: Any,
 ) -> ExportReport:
     """Write a model (a Hugging Face folder, or a file of weights that has all it needs) as `to` asks.
@@ -257,7 +256,7 @@ def export_model(
     """
     prepared = prepare_export(ExportRequest(Path(source), Path(output), formats, **options), to)
     try:
-        prepared.write(on_bytes)
+        prepared.write()
         return prepared.report
     finally:
         prepared.close()

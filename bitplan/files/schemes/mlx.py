@@ -157,26 +157,22 @@ def _read_affine(module: Module, layout: IntegerGroups, fmt: Format | None) -> T
         return keep_packed(layout, fmt, codes, scales)
     biases = module.read("biases")
     if fmt is not None:
-        return _with_minimum(layout, fmt, codes, scales, biases)
+        from bitplan.formats import Encoded
+        from bitplan.formats.gguf.blocks import GgufBlocks
+        from bitplan.formats.gguf.layouts import BlockParts
+
+        assert isinstance(fmt, GgufBlocks)
+        times = layout.group // fmt.layout.numbers
+        d, low = (part.repeat_interleave(times, dim=1).flatten() for part in (scales, biases))
+        blocks = BlockParts(codes.reshape(-1, fmt.layout.numbers), d, low)
+        data = fmt.layout.pack(blocks).reshape(layout.rows, -1)
+        return Encoded(fmt, (layout.rows, layout.cols), data)
     out = torch.empty(layout.rows, layout.cols)
     for rows in pieces(layout.rows, layout.cols):
         groups = codes[rows].float().reshape(-1, layout.groups, layout.group)
         numbers = groups * scales[rows].float().unsqueeze(-1) + biases[rows].float().unsqueeze(-1)
         out[rows] = numbers.flatten(1)
     return out
-
-
-def _with_minimum(layout: IntegerGroups, fmt: Format, codes: Tensor, scales: Tensor, biases: Tensor) -> Encoded:
-    from bitplan.formats import Encoded
-    from bitplan.formats.gguf.blocks import GgufBlocks
-    from bitplan.formats.gguf.layouts import BlockParts
-
-    assert isinstance(fmt, GgufBlocks)
-    times = layout.group // fmt.layout.numbers
-    d, low = (part.repeat_interleave(times, dim=1).flatten() for part in (scales, biases))
-    blocks = BlockParts(codes.reshape(-1, fmt.layout.numbers), d, low)
-    data = fmt.layout.pack(blocks).reshape(layout.rows, -1)
-    return Encoded(fmt, (layout.rows, layout.cols), data)
 
 
 def _small_floats(module: Module) -> SchemeWeight:

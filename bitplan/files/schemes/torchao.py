@@ -77,7 +77,10 @@ def _weight(folder: QuantizedFolder, name: str, facts: Mapping[str, Any]) -> Sch
         factor = base if base in folder.checkpoint.tensors else None
         parts = f"{prefix}qdata", f"{prefix}scale", factor, beside
         return fp4_weight(folder, name, *parts, fmt="nvfp4", base_divides=False)
-    return _microscaling(folder, name, prefix, beside)
+    codes = folder.checkpoint.tensors.get(f"{prefix}qdata")
+    if codes is not None and codes.dtype == "uint8":
+        return fp4_weight(folder, name, codes.name, f"{prefix}scale", None, beside)
+    return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", (1, 32), beside)
 
 
 def _bits(dtype: object) -> int:
@@ -127,10 +130,3 @@ def _read(
     if not layout.symmetric:
         zeros = folder.read(f"{prefix}zero_point").to(torch.float32).reshape(layout.rows, layout.groups) + half
     return decode_integers(layout, codes, scales, zeros)
-
-
-def _microscaling(folder: QuantizedFolder, name: str, prefix: str, beside: tuple[str, ...]) -> SchemeWeight:
-    codes = folder.checkpoint.tensors.get(f"{prefix}qdata")
-    if codes is not None and codes.dtype == "uint8":
-        return fp4_weight(folder, name, codes.name, f"{prefix}scale", None, beside)
-    return fp8_weight(folder, name, f"{prefix}qdata", f"{prefix}scale", (1, 32), beside)

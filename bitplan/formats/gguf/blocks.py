@@ -14,11 +14,14 @@ from typing import TYPE_CHECKING
 from bitplan.base.errors import FormatError
 from bitplan.formats.elements import signed_integer, unsigned_integer
 from bitplan.formats.format import Block, Format
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS, TorchVectors, VectorLayout, search_vectors
 from bitplan.formats.gguf.layouts import LAYOUTS, Layout
-from bitplan.formats.gguf.search import FLOAT16_MAX, BlockSearch, SearchBySums, TorchSums, search_blocks
+from bitplan.formats.gguf.search import FLOAT16_MAX, SearchBySums, TorchSums, column_weights, search_blocks
 from bitplan.formats.scale_rules import E8M0_BIAS, PowerOfTwoScales, ScaleRule, flush_small, reciprocal
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from torch import Tensor
 
 # ---- ggml encoders ---------------------------------------------------------------------------------------------------
@@ -120,7 +123,7 @@ class GgufBlocks(Format):
     def data_cols(self, cols: int) -> int:
         return self.padded_cols(cols) // self.layout.numbers * self.layout.block_bytes
 
-    def encode_rows(self, rows: Tensor, importance: Tensor | None, search: BlockSearch | None = None) -> Tensor:
+    def encode_rows(self, rows: Tensor, importance: Tensor | None, search: Any = None) -> Tensor:
         """Encode [R, C] float32 numbers, whole blocks, to [R, bytes per row]; `search` may be a compiled version."""
         blocks = search_blocks(rows, importance, self.layout, search or SearchBySums(TorchSums()))
         return self.layout.pack(blocks).reshape(rows.shape[0], -1)
@@ -142,6 +145,36 @@ class GgufBlocks(Format):
                 f"{name}: the largest number is {largest:.3g}, and {self.name} stores its scales in float16 "
                 f"(up to {FLOAT16_MAX:.0f}); scale the numbers down, or choose a format with wider scales"
             )
+
+
+class GgufVectors(GgufBlocks):
+    """Blocks of vectors from a fixed list."""
+
+    @property
+    def vectors(self) -> VectorLayout:
+        return VECTOR_LAYOUTS[self.name]
+
+    def data_cols(self, cols: int) -> int:
+        return self.padded_cols(cols) // self.vectors.numbers * self.vectors.block_bytes
+
+    def encode_rows(self, rows: Tensor, importance: Tensor | None, search: Any = None) -> Tensor:
+        weights = column_weights(rows, importance, self.vectors.group)
+        blocks = search_vectors(rows, weights, self.vectors, search or TorchVectors())
+        return self.vectors.pack(blocks).reshape(rows.shape[0], -1)
+
+    def decode_rows(self, raw: Tensor) -> Tensor:
+        return self.vectors.decode(raw.reshape(-1, self.vectors.block_bytes)).reshape(raw.shape[0], -1)
+
+    def stored_scales(self, data: Tensor) -> Tensor:
+        return self.vectors.halves(data.reshape(-1, self.vectors.block_bytes))
+
+
+def gguf_vectors(name: str, text: str) -> GgufVectors:
+    """The format of a layout of vectors."""
+    layout = VECTOR_LAYOUTS[name]
+    described = f"GGUF {layout.ggml_type}: {layout.block_bytes} bytes per 256, {text}; scales by search"
+    element = signed_integer(3 if layout.width == 4 else 2, "int8")
+    return GgufVectors(name, described, "uint8", element, Block(1, layout.numbers), default_rule="mse")
 
 
 def gguf_blocks(name: str, text: str) -> GgufBlocks:

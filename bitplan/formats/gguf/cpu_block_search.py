@@ -63,7 +63,7 @@ class NumbaSums:
 
 def _on_groups(kernel: Any, x_NG: Array, *by: Any, out: tuple[Array, ...]) -> None:
     """Run a kernel over all groups, on threads; it fills `out`."""
-    on_threads(lambda run: kernel(x_NG, *by, run.start, run.stop, *out), _runs(len(x_NG)))
+    on_threads(lambda run: kernel(x_NG, *by, run.start, run.stop, *out), runs_of(len(x_NG)))
 
 
 def _flat(numbers: Tensor) -> Array:
@@ -75,7 +75,8 @@ def _groups(x: Tensor) -> Array:
     return x.contiguous().numpy().reshape(-1, x.shape[-1])
 
 
-def _runs(count: int) -> list[slice]:
+def runs_of(count: int) -> list[slice]:
+    """Runs of groups for threads."""
     threads = thread_count()
     step = max(1, count if threads == 1 else -(-count // (threads * PIECES_PER_THREAD)))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]

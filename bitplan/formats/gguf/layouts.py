@@ -90,9 +90,9 @@ class Layout:
         """-> [B, block_bytes] uint8."""
         import torch
 
-        found = {"d": _float_bytes(blocks.d)}
+        found = {"d": float_bytes(blocks.d)}
         if blocks.dmin is not None:
-            found["dmin"] = _float_bytes(blocks.dmin)
+            found["dmin"] = float_bytes(blocks.dmin)
         shift = 0
         for place, plane in enumerate(self.planes):
             found[f"plane{place}"] = plane.pack(blocks.codes >> shift & (2**plane.bits - 1))
@@ -114,9 +114,9 @@ class Layout:
         return self._with_scales(codes, found)
 
     def _with_scales(self, codes: Tensor, found: dict[str, Tensor]) -> BlockParts:
-        dmin = _floats(found["dmin"]) if "dmin" in found else None
+        dmin = floats(found["dmin"]) if "dmin" in found else None
         scales, mins = self._unpack_scales(found["scales"]) if self.has_groups else (None, None)
-        return BlockParts(codes, _floats(found["d"]), dmin, scales, mins)
+        return BlockParts(codes, floats(found["d"]), dmin, scales, mins)
 
     def scales_in(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
         """`group_scales` of [B, block_bytes] uint8, whose codes are not read."""
@@ -127,7 +127,7 @@ class Layout:
         import torch
 
         parts = self._split(raw)
-        return torch.stack([_floats(parts[name]) for name in ("d", "dmin") if name in parts], dim=1)
+        return torch.stack([floats(parts[name]) for name in ("d", "dmin") if name in parts], dim=1)
 
     def decode(self, raw: Tensor) -> Tensor:
         """Decode [B, block_bytes] uint8 to [B, numbers] float32, each product and sum rounded once, as in gguf-py."""
@@ -164,8 +164,10 @@ class Layout:
 
         if self.scale_low == -128:
             return scales.view(torch.uint8)
-        if mins is None:  # Q3_K
+        if mins is None:  # Q3_K and IQ4_XS
             fields = (scales + 32).view(torch.uint8)
+            if self.table is not None:
+                return torch.cat([Plane(2, 1).pack(fields >> 4), Plane(4, 1).pack(fields & 15)], dim=1)
             return torch.cat([Plane(4, 8).pack(fields & 15), Plane(2, 4).pack(fields >> 4)], dim=1)
         scale, low = scales.view(torch.uint8), mins.view(torch.uint8)
         if self.scale_high == 15:  # Q2_K
@@ -179,7 +181,10 @@ class Layout:
         if self.scale_low == -128:
             return raw.contiguous().view(torch.int8), None
         if not self.has_min:
-            fields = Plane(4, 8).unpack(raw[:, :8]) | Plane(2, 4).unpack(raw[:, 8:]) << 4
+            if self.table is not None:
+                fields = Plane(2, 1).unpack(raw[:, :2]) << 4 | Plane(4, 1).unpack(raw[:, 2:])
+            else:
+                fields = Plane(4, 8).unpack(raw[:, :8]) | Plane(2, 4).unpack(raw[:, 8:]) << 4
             return fields.view(torch.int8) - 32, None
         if self.scale_high == 15:
             return (raw & 15).view(torch.int8), (raw >> 4).view(torch.int8)
@@ -189,14 +194,16 @@ class Layout:
         return scales.view(torch.int8), mins.view(torch.int8)
 
 
-def _floats(raw: Tensor) -> Tensor:
+def floats(raw: Tensor) -> Tensor:
+    """Read [B, 2] bytes as [B] float16."""
     import torch
 
     half: torch.dtype = torch.float16
     return raw.contiguous().view(half).reshape(-1)
 
 
-def _float_bytes(numbers: Tensor) -> Tensor:
+def float_bytes(numbers: Tensor) -> Tensor:
+    """The opposite."""
     import torch
 
     return numbers.to(torch.float16).reshape(-1, 1).view(torch.uint8)
@@ -259,6 +266,9 @@ LAYOUTS = {
         -128,
         127,
     ),
+    "iq4_xs_gguf": Layout(
+        "IQ4_XS", 256, 32, 0, 15, (_D, ("scales", 6), ("plane0", 128)), (_NIBBLES_16,), -32, 31, table=IQ4_NL_VALUES
+    ),
 }
 
 # The formats for rows that are multiples of 32 but not of 256: as many bits or more, the same as llama.cpp takes.
@@ -268,4 +278,6 @@ SMALLER_BLOCKS = {
     "q4_k_gguf": "q5_0_gguf",
     "q5_k_gguf": "q5_1_gguf",
     "q6_k_gguf": "q8_0_gguf",
+    "iq4_xs_gguf": "iq4_nl_gguf",
+    **dict.fromkeys(("iq3_s_gguf", "iq3_xxs_gguf", "iq2_s_gguf", "iq2_xs_gguf", "iq2_xxs_gguf"), "iq4_nl_gguf"),
 }

@@ -214,18 +214,18 @@ class SearchBySums:
 def search_blocks(matrix: Tensor, importance: Tensor | None, layout: Layout, search: BlockSearch) -> BlockParts:
     """Find the blocks, row by row, for [R, C] float32 numbers of whole blocks and a weight for each column."""
     x = matrix.reshape(matrix.shape[0], -1, layout.group)
-    return search.parts(x, _weights(matrix, importance, layout), layout)
+    return search.parts(x, column_weights(matrix, importance, layout.group), layout)
 
 
-def _weights(matrix: Tensor, importance: Tensor | None, layout: Layout) -> Tensor:
+def column_weights(matrix: Tensor, importance: Tensor | None, group: int) -> Tensor:
     """Scale [P, g] weights to a mean near 1; none is zero: columns without inputs count where there are no others."""
     import torch
 
     if importance is None:
-        return matrix.new_ones((1, layout.group))
+        return matrix.new_ones((1, group))
     given = importance.to(matrix.device, torch.float64).reshape(-1)
     weights = (given / given.mean().clamp(min=1e-300)).clamp(1e-6, 1e6).float()
-    return weights.repeat(matrix.shape[1] // given.numel()).reshape(-1, layout.group)
+    return weights.repeat(matrix.shape[1] // given.numel()).reshape(-1, group)
 
 
 def _half(numbers: Tensor) -> Tensor:

@@ -335,7 +335,10 @@ def _at_count(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
     whole = decide(policy, question)
     if question.estimate and not whole and whole.answer == UNMEASURED:
         whole = _estimated(policy, question, whole)
-    alone = _winning_alone(policy, question)
+    # The products that were measured apart and win.
+    asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
+    decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
+    alone = {gemm: decision for gemm, decision in decisions.items() if decision}
     some = tuple(alone)
     recipe = question.recipe or whole.recipe
     if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing is known against all three
@@ -366,13 +369,6 @@ def _estimated(policy: Policy, question: Question, whole: Fp8Decision) -> Fp8Dec
     if obstacle:
         return replace(whole, reason=obstacle)
     return replace(whole, use_fp8=True, reason=reason, speedup=guess.speedup)
-
-
-def _winning_alone(policy: Policy, question: Question) -> dict[str, Fp8Decision]:
-    """The products that were measured apart and win."""
-    asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
-    decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
-    return {gemm: decision for gemm, decision in decisions.items() if decision}
 
 
 def _promise(alone: dict[str, Fp8Decision]) -> float:

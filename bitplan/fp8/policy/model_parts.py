@@ -133,7 +133,17 @@ def read_part(config: ConfigObject, part: str, keys: ConfigKeys) -> ModelPart:
         if keys.shared_count:
             shared *= config.optional(keys.shared_count) or 0
         experts = Experts(config.size(count), config.size(width), config.size(keys.topk), shared)
-        moe = _count_moe_blocks(config, keys, blocks)
+        # How many of the blocks have experts.
+        step = config.size(keys.moe_step, 1) if keys.moe_step else 1
+        first = (config.optional(keys.moe_first) or 0) if keys.moe_first else 0
+        dense: Any = (config.values.get(keys.moe_except) or []) if keys.moe_except else []
+        if not isinstance(dense, list | tuple) or not all(type(block) is int for block in dense):
+            raise config.fail(f"{config.prefix}{keys.moe_except} must be a list of block numbers, got {show(dense)}")
+        pattern = _moe_pattern(config, keys.moe_every, blocks) if keys.moe_every else [1] * blocks
+        moe = sum(
+            bool(is_moe) and (block + 1) % step == 0 and block >= first and block not in dense
+            for block, is_moe in enumerate(pattern)
+        )
         shared_key = keys.shared_ffn + (f" x {keys.shared_count}" if keys.shared_count else "")
         named |= {"experts": count, "expert_ffn": width, "shared_ffn": shared_key}
     if keys.ffn == "mlp_ratio":
@@ -166,20 +176,6 @@ def _ratio(config: ConfigObject, hidden: int) -> int:
     if type(ratio) not in (int, float) or not 0 < ratio < 1000 or (hidden * ratio) % 1:
         raise config.fail(f"vision_config.mlp_ratio must be a number that gives a whole size, got {show(ratio)}")
     return int(hidden * ratio)
-
-
-def _count_moe_blocks(config: ConfigObject, keys: ConfigKeys, blocks: int) -> int:
-    """How many of the blocks have experts."""
-    step = config.size(keys.moe_step, 1) if keys.moe_step else 1
-    first = (config.optional(keys.moe_first) or 0) if keys.moe_first else 0
-    dense: Any = (config.values.get(keys.moe_except) or []) if keys.moe_except else []
-    if not isinstance(dense, list | tuple) or not all(type(block) is int for block in dense):
-        raise config.fail(f"{config.prefix}{keys.moe_except} must be a list of block numbers, got {show(dense)}")
-    pattern = _moe_pattern(config, keys.moe_every, blocks) if keys.moe_every else [1] * blocks
-    return sum(
-        bool(is_moe) and (block + 1) % step == 0 and block >= first and block not in dense
-        for block, is_moe in enumerate(pattern)
-    )
 
 
 def _moe_pattern(config: ConfigObject, key: str, blocks: int) -> list[int]:

@@ -248,7 +248,7 @@ class QualityRun:
         twin = shared_twin(self.reference.model)
         head: nn.Module = twin.get_output_embeddings()  # type: ignore[operator]
         round_activations(twin, torch.bfloat16, keep=[head])
-        return self._against(FLOOR, twin, stored_bits(self.reference), on_windows)
+        return self._against(FLOOR, twin, stored_bits(self.reference), None)
 
     def measure(
         self,
@@ -286,10 +286,10 @@ class QualityRun:
         bits = stored_bits(candidate) if formats is None else bits_per_weight(twin, stored)
         return self._against(label, twin, bits, on_windows)
 
-    def measure_in_float64(self, label: str, on_windows: OnWindows | None = None) -> QualityRow:
+    def measure_in_float64(self, label: str) -> QualityRow:
         """The reference against itself in float64: the error of float32 arithmetic that is in every figure."""
         wide = copy.deepcopy(self.reference.model).double()
-        return self._against(label, wide, stored_bits(self.reference), on_windows)
+        return self._against(label, wide, stored_bits(self.reference), None)
 
     def _against(self, label: str, model: nn.Module, bits: float, on_windows: OnWindows | None) -> QualityRow:
         quality = measure_perplexity(

@@ -33,11 +33,13 @@ from torch import Tensor
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import rounded
 from bitplan.formats.elements import E2M1_MAGNITUDES
+from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.packed.products import cpu_matmul
 
 NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
 BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
-FORMATS = NIBBLES + BYTES
+BLOCKS = tuple(LAYOUTS)  # of GGUF, read as they lie
+FORMATS = NIBBLES + BYTES + BLOCKS
 OF_INTEGERS = ("q4_0_gguf", "q8_0_gguf", "int4_g32", "int8_row", "int8_g128", "mxfp4")
 INTEGER_INPUTS = ("q8_0_gguf", "int8_row")
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
@@ -337,12 +339,24 @@ def _in_registers(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor 
     from bitplan.packed.products.cpu_rows import products_of
 
     rows, width = weight.shape
+    if weight.fmt.name in BLOCKS:
+        return _blocks_in_registers(inputs, weight, constants, bias)
     unit = cpu_rows.STEP if weight.fmt.name in NIBBLES else cpu_rows.LANES
     units = -(-weight.fmt.padded_cols(width) // unit)
     tiled = inputs if inputs == 1 else 4 * -(-inputs // 4)
     stride = 4 * unit * (1 + units * tiled) + 64  # threads share no cache line
     template, holds = _job(weight, constants, bias, inputs=inputs, scratch_stride=stride)
     return _on_threads(products_of(weight.fmt.name), template, stride, rows * width * inputs, (holds, bias))
+
+
+def _blocks_in_registers(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Into:
+    from bitplan.packed.products import cpu_blocks
+
+    (rows, width), padded = weight.shape, weight.fmt.padded_cols(weight.shape[1])
+    stride = cpu_blocks.padded_bytes(inputs, width, padded)
+    template, holds = _job(weight, constants, bias, inputs=inputs, scratch_stride=stride, count=padded)
+    function = cpu_blocks.products_of(weight.fmt.name)
+    return _on_threads(function, template, stride, rows * padded * inputs, (holds, bias))
 
 
 def _on_threads(function: Any, template: array[int], stride: int, work: int, holds: Any) -> Into:
@@ -395,9 +409,9 @@ def _job(weight: Encoded, constants: Tensor, bias: Tensor | None, **fields: int)
     """A job for all rows of the weight, and the objects that must live as long, since a job holds only addresses."""
     from bitplan.packed.products.cpu_rows import JOB
 
-    assert weight.scales is not None
     rows, width = weight.shape
-    data, scales = weight.data.contiguous(), weight.scales.contiguous()
+    data = weight.data.contiguous()
+    scales = data if weight.scales is None else weight.scales.contiguous()
     fields |= {
         "width": width,
         "codes": data.data_ptr(),
@@ -423,16 +437,18 @@ def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | N
     """As `_in_registers`, for more inputs: panels are made of x, then multiplied."""
     from bitplan.base.loops.jit import thread_count
     from bitplan.base.loops.openmp_threads import run
+    from bitplan.packed.products import cpu_blocks
     from bitplan.packed.products import cpu_rows as fields
     from bitplan.packed.products import cpu_rows as panels
-    from bitplan.packed.products.cpu_rows import decoder_of
 
     (rows, width), name, most = weight.shape, weight.fmt.name, min(inputs, MOST_IN_PANELS)
-    unit = fields.STEP if name in NIBBLES else fields.LANES
+    unit, order, decoder_of = fields.STEP, "halves" if name == "q4_0_gguf" else "pairs", fields.decoder_of
     count = weight.fmt.padded_cols(width)
     if name in BYTES:
+        unit, order = fields.LANES, "bytes"
         count = -(-count // unit) * unit
-    order = "bytes" if name in BYTES else "halves" if name == "q4_0_gguf" else "pairs"
+    elif name in BLOCKS:
+        unit, order, decoder_of = LAYOUTS[name].numbers, "blocks", cpu_blocks.decoder_of
     arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
     template, holds = _job(weight, constants, bias, count=count, unit=unit, decoder=decoder.address)
     for_arranging, for_panels = panels.arranging_bytes(count), 4 * panels.numbers_in_panels(most, count)

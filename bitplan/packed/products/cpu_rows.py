@@ -294,13 +294,13 @@ def nibble_products(job, opened, low, high, scales, per_scale, halves):
                 write_4x1(job, n, 0, sums)
         else:
             for n in range(first, stop, 2):
-                codes2, at2 = _two_rows(job, CODES, n), _two_rows(job, SCALES, n)
+                codes2, at2 = two_rows(job, CODES, n), two_rows(job, SCALES, n)
                 for m in range(0, inputs, 4):
                     at_x = x + m * stride
                     sums8 = _nibbles_2x4(
                         opened, low, high, scales, table, codes2, at2, at_x, stride, row_bytes, per_scale
                     )
-                    _write_2x4(job, n, m, sums8)
+                    write_2x4(job, n, m, sums8)
         first = take(job + 8 * NEXT_ROW, piece)
 
 
@@ -389,10 +389,10 @@ def byte_products(job, number, scale, block):
                 write_4x1(job, n, 0, _bytes_4x1(number, scale, codes, at, x, padded, block))
         else:
             for n in range(first, stop, 2):
-                codes2, at2 = _two_rows(job, CODES, n), _two_rows(job, SCALES, n)
+                codes2, at2 = two_rows(job, CODES, n), two_rows(job, SCALES, n)
                 for m in range(0, inputs, 4):
                     sums8 = _bytes_2x4(number, scale, codes2, at2, x + m * stride, stride, padded, block)
-                    _write_2x4(job, n, m, sums8)
+                    write_2x4(job, n, m, sums8)
         first = take(job + 8 * NEXT_ROW, piece)
 
 
@@ -455,7 +455,7 @@ def four_rows(job, part, n):
 
 
 @inlined
-def _two_rows(job, part, n):
+def two_rows(job, part, n):
     return row_of(job, part, n), row_of(job, part, n + 1)
 
 
@@ -477,7 +477,7 @@ def write_4x1(job, n, m, sums):
 
 
 @inlined
-def _write_2x4(job, n, m, sums):
+def write_2x4(job, n, m, sums):
     _write(job, n, m, sum_of_lanes(sums[0]))
     _write(job, n, m + 1, sum_of_lanes(sums[1]))
     _write(job, n, m + 2, sum_of_lanes(sums[2]))
@@ -600,6 +600,11 @@ def _as_bytes(job, x, width, buffer, to):  # noqa: ARG001
     arrange_bytes(x, width, field(job, CODES_STRIDE), to)
 
 
+@inlined
+def _as_they_come(job, x, width, buffer, to):  # noqa: ARG001
+    arrange_bytes(x, width, field(job, COUNT), to)
+
+
 def _panels_in_pairs(job):
     _panels(job, _in_pairs)
 
@@ -610,6 +615,10 @@ def _panels_in_halves(job):
 
 def _panels_of_bytes(job):
     _panels(job, _as_bytes)
+
+
+def _panels_of_blocks(job):
+    _panels(job, _as_they_come)
 
 
 # ---- products -------------------------------------------------------------------------------------------------------
@@ -718,12 +727,19 @@ def _products(job):
         first = take(job + 8 * NEXT_ROW, piece)
 
 
-_ARRANGED = {"pairs": _panels_in_pairs, "halves": _panels_in_halves, "bytes": _panels_of_bytes}
+_ARRANGED = {
+    "pairs": _panels_in_pairs,
+    "halves": _panels_in_halves,
+    "bytes": _panels_of_bytes,
+    "blocks": _panels_of_blocks,
+}
 
 
 @functools.cache
 def panels_of(order: str) -> Any:
-    """The C function that makes panels of inputs: "pairs" or "halves" for 4-bit codes, "bytes" for others."""
+    """The C function that makes panels of inputs: "pairs" or "halves" for 4-bit codes, "bytes" for those of 8 bits,
+    "blocks" for numbers in their own order.
+    """
     return c_function(_ARRANGED[order])
 
 

@@ -123,17 +123,14 @@ def scale_of_rows(table: nn.Module) -> float | None:
     factors = [given for given in steps[1].args if isinstance(given, float | int)]
     named = [graph.values[graph.uncast(value)].names for value in steps[1].inputs if value != tables[0].output]
     if named and len(named[0]) == 1:
-        return _number_of(table, named[0][0])
+        name = named[0][0]
+        # The number in a buffer. One on the meta device has none: transformers keeps it beside, as scalar_NAME.
+        buffer = table._buffers.get(name)
+        if buffer is None or buffer.numel() != 1:
+            return None
+        number = getattr(table, f"scalar_{name}", None) if buffer.is_meta else float(buffer)
+        return None if number is None else float(number)
     return float(factors[0]) if len(factors) == 1 and len(steps[1].inputs) == 1 else None
-
-
-def _number_of(module: nn.Module, name: str) -> float | None:
-    """The number in a buffer. One on the meta device has none: transformers keeps it beside, as scalar_NAME."""
-    buffer = module._buffers.get(name)
-    if buffer is None or buffer.numel() != 1:
-        return None
-    number = getattr(module, f"scalar_{name}", None) if buffer.is_meta else float(buffer)
-    return None if number is None else float(number)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -436,7 +433,11 @@ def _tensors(model: nn.Module, recording: Recording, parts: Recogniser) -> tuple
     for name, parameter in held:
         same = names[id(parameter)]
         path = name.rpartition(".")[0]
-        missing = UNKNOWN if _is_within_any(path, recording.unknown) else UNUSED
+        missing = (
+            UNKNOWN
+            if any(known == "" or path == known or path.startswith(f"{known}.") for known in recording.unknown)
+            else UNUSED
+        )
         role = next((known[other] for known in (roles, others) for other in (name, *same) if other in known), missing)
         records.append(
             TensorRecord(
@@ -450,7 +451,3 @@ def _tensors(model: nn.Module, recording: Recording, parts: Recogniser) -> tuple
             )
         )
     return tuple(records)
-
-
-def _is_within_any(path: str, unknown: Mapping[str, str]) -> bool:
-    return any(known == "" or path == known or path.startswith(f"{known}.") for known in unknown)

@@ -119,20 +119,16 @@ def restored(model: nn.Module) -> Iterator[None]:
                 attributes.clear()
                 attributes.update(before)
             for container, items in holds:
-                _put_back(container, items)
-
-
-def _put_back(container: Any, items: Any) -> None:
-    if isinstance(container, list):
-        if len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
-            container[:] = items
-    elif isinstance(container, set):
-        if container != items:
-            container.clear()
-            container.update(items)
-    elif list(container) != list(items) or any(container[key] is not items[key] for key in items):
-        container.clear()
-        container.update(items)
+                if isinstance(container, list):
+                    if len(container) != len(items) or any(a is not b for a, b in zip(container, items, strict=True)):
+                        container[:] = items
+                elif isinstance(container, set):
+                    if container != items:
+                        container.clear()
+                        container.update(items)
+                elif list(container) != list(items) or any(container[key] is not items[key] for key in items):
+                    container.clear()
+                    container.update(items)
 
 
 @contextlib.contextmanager

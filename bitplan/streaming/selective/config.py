@@ -134,7 +134,7 @@ class SelectivePrecisionConfig:
                     longest = (precision, entry) if longest is None or len(entry) > len(longest[1]) else longest
         return longest
 
-    def require_blocks(self, names: Iterable[str], *, where: str = "the selective precision config") -> None:
+    def require_blocks(self, names: Iterable[str]) -> None:
         """Refuse a force list with names that the model does not have."""
         known = list(names)
         parents = {name[:at] for name in known for at, letter in enumerate(name) if letter == "."}
@@ -143,7 +143,8 @@ class SelectivePrecisionConfig:
                 if entry not in parents and entry not in known:
                     hint = did_you_mean(entry, known) or f"; the model has {listed(known, 3)}"
                     raise SelectiveError(
-                        f"{where}: force_{precision}_blocks names {entry!r}, no block of the model{hint}"
+                        f"the selective precision config: force_{precision}_blocks names {entry!r}, "
+                        f"no block of the model{hint}"
                     )
 
     # ---- documents ---------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from bitplan.trees.checks import number
 from bitplan.trees.dask import on_worker
 from bitplan.trees.dask.on_worker import predict_part
 from bitplan.trees.distributed.shards import ProcessLostError
+from bitplan.trees.estimator_base import FitOptions
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import TreesError
 from bitplan.trees.scikit import check_is_fitted
@@ -49,6 +50,7 @@ def fit_on_cluster(
     client: Any,
     timeout_s: float,
     take: Callable[[Any], None],
+    options: FitOptions,
 ) -> None:
     """`take` gets the fitted model, or what is there of it when the fit is interrupted."""
     pieces = _collections(x, y, weights, eval_set)
@@ -59,7 +61,7 @@ def fit_on_cluster(
     addresses = present[: len(pieces["X"])]
     key = f"bitplan-{uuid.uuid4().hex}"
     with distributed.MultiLock(names=[f"bitplan.trees {address}" for address in addresses], client=client):
-        _Fit(client, addresses, key, timeout_s).run(model, pieces, take)
+        _Fit(client, addresses, key, timeout_s).run(model, pieces, take, options)
 
 
 class _Fit:
@@ -69,7 +71,7 @@ class _Fit:
         names = {address: visible(repr(known.get(address, {}).get("name")), 100) for address in addresses}
         self._names = [f"{name} at {address}" for address, name in names.items()]
 
-    def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], None]) -> None:
+    def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], None], options: FitOptions) -> None:
         tasks: list[Any] = []
         try:
             parts = self._lay(pieces)
@@ -79,7 +81,9 @@ class _Fit:
             opening = self._send_to(0, on_worker.open_store, self._key, secret)
             ((host, port),) = self._answers([opening], "opening a store")
             fit = on_worker.WorkerFit(self._key, host, port, secret, tuple(self._names), self._timeout_s)
-            tasks = self._send([(on_worker.fit_part, model, part, rank, fit) for rank, part in enumerate(parts)])
+            tasks = self._send(
+                [(on_worker.fit_part, model, part, rank, fit, options) for rank, part in enumerate(parts)]
+            )
             try:
                 answers = self._answers(tasks, "fitting")
             except KeyboardInterrupt:
@@ -238,10 +242,24 @@ class _OnDask:
         state: Any = super().__getstate__()
         return {**state, "client": None}
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None, eval_set: Any = None) -> Self:
-        """Fit to dask collections, as many partitions of each; Ctrl-C leaves the rounds that were complete."""
+    def fit(
+        self,
+        X: Any,
+        y: Any,
+        sample_weight: Any = None,
+        eval_set: Any = None,
+        *,
+        eval_metric: Any = None,
+        callbacks: Any = None,
+        init_model: Any = None,
+    ) -> Self:
+        """Fit to dask collections, as many partitions of each; Ctrl-C leaves the rounds that were complete.
+
+        `callbacks` run on every worker, `init_model` is sent to all of them.
+        """
+        options = FitOptions(eval_metric=eval_metric, callbacks=callbacks, init_model=init_model)
         limit = number("timeout_s", self.timeout_s, 0, above=True)
-        fit_on_cluster(self._unfitted(), X, y, sample_weight, eval_set, self.client, limit, self._take)
+        fit_on_cluster(self._unfitted(), X, y, sample_weight, eval_set, self.client, limit, self._take, options)
         return self
 
     def _unfitted(self) -> Any:

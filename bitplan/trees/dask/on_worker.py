@@ -20,6 +20,7 @@ from bitplan.trees.dask.secret_store import SecretStore, StoreHost
 from bitplan.trees.distributed.fit import fit_by_ranks
 from bitplan.trees.distributed.ranks import Meeting, Ranks
 from bitplan.trees.distributed.shards import ProcessLostError
+from bitplan.trees.estimator_base import FitOptions
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.scikit import clone
 
@@ -104,7 +105,9 @@ def cancel_fit(key: str) -> None:
     _cancelled.add(key)
 
 
-def fit_part(model: Any, part: WorkerRows, rank: int, fit: WorkerFit) -> tuple[Any, ProcessLostError | None]:
+def fit_part(
+    model: Any, part: WorkerRows, rank: int, fit: WorkerFit, options: FitOptions
+) -> tuple[Any, ProcessLostError | None]:
     """The fitted model, the same in each worker (cancelled: the complete rounds), or that another worker was lost.
 
     That one is an answer and not an error: Dask would log it in every worker, and only the lost one has the cause.
@@ -117,7 +120,7 @@ def fit_part(model: Any, part: WorkerRows, rank: int, fit: WorkerFit) -> tuple[A
     meeting = Meeting(store, rank, fit.names, get_address_host(worker.address))
     ranks = _CancellableRanks(fit.key, fit.timeout_s, meeting)
     try:
-        fit_by_ranks(model, ranks, part.x, part.y, part.weights, eval_set)
+        fit_by_ranks(model, ranks, part.x, part.y, part.weights, eval_set, options)
     except FitCancelledError:
         return model, None
     except ProcessLostError as lost:

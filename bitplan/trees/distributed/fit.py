@@ -15,6 +15,7 @@ import numpy as np
 
 from bitplan.trees.checks import number
 from bitplan.trees.distributed.shards import gather_json
+from bitplan.trees.estimator_base import FitOptions
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import TreesError
 
@@ -49,12 +50,16 @@ def fit_distributed(
     sample_weight: Any = None,
     eval_set: Any = None,
     *,
+    eval_metric: Any = None,
+    callbacks: Any = None,
+    init_model: Any = None,
     timeout_s: float = 300.0,
 ) -> DistributedFit:
     """Fit `model`, in place, to the rows of all processes of torch.distributed's default group.
 
     Every process calls this with its own rows (some may have none) and the same settings; `eval_set` is divided too.
-    All rows means those of rank 0, then those of rank 1, and so on: the model is that of `model.fit` on them. If a
+    All rows means those of rank 0, then those of rank 1, and so on: the model is that of `model.fit` on them.
+    `eval_metric` gets the watched rows of all, `callbacks` run in each process: True from one ends the fit. If a
     process fails, dies, or makes the others wait longer than `timeout_s`, all stop with a `ProcessLostError`.
     """
     if not isinstance(model, (BoostedTreesClassifier, BoostedTreesRegressor)):
@@ -63,7 +68,9 @@ def fit_distributed(
         )
     from bitplan.trees.distributed.ranks import Ranks  # loads torch
 
-    return fit_by_ranks(model, Ranks(number("timeout_s", timeout_s, 0, above=True)), X, y, sample_weight, eval_set)
+    options = FitOptions(eval_metric=eval_metric, callbacks=callbacks, init_model=init_model)
+    ranks = Ranks(number("timeout_s", timeout_s, 0, above=True))
+    return fit_by_ranks(model, ranks, X, y, sample_weight, eval_set, options)
 
 
 def fit_by_ranks(
@@ -73,10 +80,11 @@ def fit_by_ranks(
     y: Any,
     sample_weight: Any = None,
     eval_set: Any = None,
+    options: FitOptions | None = None,
 ) -> DistributedFit:
     """The same for any processes; they part in the end, or when one of them fails."""
     try:
-        model._fit(X, y, sample_weight, eval_set, ranks)
+        model._fit(X, y, sample_weight, eval_set, ranks, options)
         _check_same_model(model, ranks)
     except BaseException as error:
         ranks.fail(error)  # Ctrl-C too: the others would wait

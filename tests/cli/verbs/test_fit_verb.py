@@ -16,7 +16,7 @@ from bitplan.cli import run
 from bitplan.cli.verbs import fit as verb
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.kv_formats import KVFormats
-from bitplan.searching import fit
+from bitplan.searching import memory_probe
 from bitplan.searching.memory_probe import MemoryProbe
 from tests.cli.verbs.test_perplexity_verb import save_llama
 from tests.searching.tiny_mixtral import rounding_to_nearest
@@ -41,7 +41,7 @@ def shown(folder):
     """What the example prints."""
     with pytest.MonkeyPatch.context() as patch, rounding_to_nearest(), redirect_stdout(io.StringIO()) as out:
         patch.chdir(folder)
-        patch.setattr(fit, "probe_memory", fake_probe)
+        patch.setattr(memory_probe, "probe_memory", fake_probe)
         assert run(example()) == 0
     return out.getvalue()
 
@@ -50,7 +50,7 @@ def shown(folder):
 def here(folder, monkeypatch):
     monkeypatch.chdir(folder)
     monkeypatch.setattr("bitplan.cli.show.LINE_EVERY_S", 1e6)
-    monkeypatch.setattr(fit, "probe_memory", fake_probe)
+    monkeypatch.setattr(memory_probe, "probe_memory", fake_probe)
 
 
 def example() -> list[str]:
@@ -73,6 +73,22 @@ def test_the_example_finds_a_plan_that_its_next_command_packs_and_generate_runs(
     capsys.readouterr()
     assert run(["generate", packed, "abandon", "--max-tokens", "2", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["kv"] == str(kv)
+
+
+def test_a_fit_for_llama_cpp_says_how_to_export_and_to_run_it(capsys):
+    words = [*example(), "--for", "llama.cpp", "--formats", "q4_0_gguf,q8_0_gguf", "--output", "gguf"]
+    words[words.index("--memory") + 1] = "404MB"
+    with rounding_to_nearest():
+        assert run(words) == 0, capsys.readouterr().err
+    said = capsys.readouterr().out
+    exported, started = re.search(r"apply it: bitplan (.*)", said), re.search(r"run it: (.*)", said)
+    assert exported
+    assert started
+    assert "llama.cpp itself was not run" in " ".join(said.split())
+    assert re.fullmatch(r"llama-server -m llama-gguf\.gguf -c 32768 -np 1 -ctk \w+ -ctv \w+ -fa on", started[1].strip())
+    assert run([*words, "--formats", "mxfp4_g9"]) == 2
+    assert run([*example(), "--for", "mlx"]) == 2
+    assert "a fit is for one of bitplan, llama.cpp, vllm" in capsys.readouterr().err
 
 
 def test_evidence_answers_for_another_context_as_one_document(shown, capsys):
@@ -117,13 +133,21 @@ def test_kinds_of_text_are_measured_each_conversations_by_the_chat_template(fold
     path.write_text(json.dumps(json.loads(before) | {"chat_template": template}))
     chats = [{"messages": [{"role": "user", "content": "who goes there"}]}, {"text": "nobody of note"}]
     Path("chats.jsonl").write_text("\n".join(map(json.dumps, 30 * chats)))
-    words = [*example(), "--text", "chats.jsonl", "--output", "kinds", "--json"]
+    words = [*example(), "--text", "chats.jsonl", "--output", "kinds", "--json", "--goal", "worst"]
     try:
         with rounding_to_nearest():
             assert run(words) == 0, capsys.readouterr().err
         document = json.loads(capsys.readouterr().out)
-        assert set(document["kinds"]) == {"text.txt", "chats.jsonl"}
-        assert all(kl > 0 for kl in document["kinds"].values())
+        assert set(document["plan"]["kinds"]) == {"text.txt", "chats.jsonl"}
+        assert all(kl > 0 for kl in document["plan"]["kinds"].values())
+        assert document["goal"]["kinds"] == "worst"
+        known = json.loads(Path("kinds/evidence.json").read_text())["groups"]
+        assert all(set(group["kinds"]) == {"text.txt", "chats.jsonl"} for group in known.values())
+        measured = {row["label"]: max(row["kinds"].values()) for row in document["measured"]}
+        assert max(document["plan"]["kinds"].values()) == min(measured.values())
+        page = Path("kinds/report.html").read_text()
+        assert "KL against memory" in page
+        assert "KL, chats.jsonl" in page
         Path("chats.jsonl").write_text('{"messages": "none"}\n')
         assert run(words) == 2
         assert "chats.jsonl: line 1: expected" in capsys.readouterr().err

@@ -13,12 +13,14 @@ from bitplan.base.errors import FormatError, NonFiniteError
 from bitplan.formats import Encoded, error_report, get_format, requantize, scale_health
 from bitplan.formats.codec import decode, encode
 from bitplan.formats.gguf.blocks import GgufBlocks
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.formats.gguf.search import starts
 from tests.crosses import few
 from tests.formats.samples import gaussian, heavy_tailed, same
 
-NAMES = list(LAYOUTS)
+EVERY = LAYOUTS | VECTOR_LAYOUTS
+NAMES = list(EVERY)
 
 
 def blocks_format(name: str) -> GgufBlocks:
@@ -28,7 +30,7 @@ def blocks_format(name: str) -> GgufBlocks:
 
 
 def by_gguf_py(encoded: Encoded) -> Tensor:
-    kind = GGMLQuantizationType[LAYOUTS[encoded.fmt.name].ggml_type]
+    kind = GGMLQuantizationType[EVERY[encoded.fmt.name].ggml_type]
     with np.errstate(all="ignore"):
         return torch.from_numpy(dequantize(encoded.data.numpy(), kind))
 
@@ -39,7 +41,7 @@ def lost(x: Tensor, encoded: Encoded, weights: Tensor | float = 1.0) -> float:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_bytes_decode_as_gguf_py_decodes_them(name):
-    layout = LAYOUTS[name]
+    layout = EVERY[name]
     raw = torch.randint(
         0, 256, (200, layout.block_bytes), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
@@ -51,7 +53,8 @@ def test_any_bytes_decode_as_gguf_py_decodes_them(name):
     assert encoded.to_bytes() == raw.numpy().tobytes()
 
 
-# Squared error over the sum of squares of these very numbers, as ggml_quantize_chunk of ggml 0.25.3 leaves it.
+# Squared error over the sum of squares of these very numbers, as ggml_quantize_chunk of ggml 0.25.3 leaves it; of IQ
+# formats with an importance of one everywhere, as xllamacpp 2026.10 does.
 THEIRS = {
     "q4_1_gguf": 0.006207,
     "q5_0_gguf": 0.001828,
@@ -62,10 +65,16 @@ THEIRS = {
     "q4_k_gguf": 0.005178,
     "q5_k_gguf": 0.001301,
     "q6_k_gguf": 0.000315,
+    "iq4_xs_gguf": 0.0057340,
+    "iq3_s_gguf": 0.018707,
+    "iq3_xxs_gguf": 0.032722,
+    "iq2_s_gguf": 0.061798,
+    "iq2_xs_gguf": 0.089918,
+    "iq2_xxs_gguf": 0.117363,
 }
 
 
-@pytest.mark.parametrize("name", few(NAMES, 5))
+@pytest.mark.parametrize("name", [*few(LAYOUTS, 5), *VECTOR_LAYOUTS])
 def test_encoding_is_as_near_as_llama_cpp_is(name):
     x = gaussian(32, 512)
     encoded = encode(x, name)
@@ -74,7 +83,7 @@ def test_encoding_is_as_near_as_llama_cpp_is(name):
     assert encoded.nbytes == get_format(name).nbytes((32, 512))
 
 
-@pytest.mark.parametrize("name", few(NAMES, 4))
+@pytest.mark.parametrize("name", [*few(LAYOUTS, 4), *few(VECTOR_LAYOUTS, 2)])
 def test_importance_moves_the_error_to_where_it_matters_less(name):
     x, importance = heavy_tailed(8, 512), gaussian(512, seed=3).exp()
     plain, weighted = encode(x, name), encode(x, name, importance=importance)
@@ -83,7 +92,7 @@ def test_importance_moves_the_error_to_where_it_matters_less(name):
     assert same(encode(x, name, importance=torch.full((512,), 7.0)).data, plain.data)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("number", few([0.0, 1e-30, 2.0**-20, 0.37, -0.37, 3e4], 3))
 def test_equal_numbers_stay_near_themselves(name, number):
     x = torch.full((1, 256), number)
@@ -142,6 +151,7 @@ def test_where_the_search_for_scales_starts():
         "q4_k_gguf": (13, 0.8, 1.0),
         "q5_k_gguf": (13, 0.85, 1.0),
         "q6_k_gguf": (9, 0.92, 1.04),
+        "iq4_xs_gguf": (18, -1.18, 1.05),
     }
 
 

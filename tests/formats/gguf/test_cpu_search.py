@@ -8,6 +8,7 @@ import torch
 from bitplan.base.errors import FormatError, NonFiniteError
 from bitplan.formats.codec import encode as by_definition
 from bitplan.formats.dispatch import encode, explain_encode
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS
 from tests.crosses import few
 from tests.formats.samples import gaussian, heavy_tailed, same
@@ -22,7 +23,7 @@ def numbers() -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("name", few(LAYOUTS, 5))
+@pytest.mark.parametrize("name", [*few(LAYOUTS, 5), *VECTOR_LAYOUTS])
 def test_the_twin_gives_the_bytes_of_the_definition(name):
     x, importance = numbers(), gaussian(1024, seed=5).exp()
     assert explain_encode(x, name).implementation == "numba"

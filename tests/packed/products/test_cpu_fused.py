@@ -14,8 +14,9 @@ from torch import Tensor
 from bitplan.base.loops import jit, openmp_threads
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import decode, encode
+from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.packed.products import cpu_fused
-from bitplan.packed.products.cpu_fused import BYTES, FORMATS, FusedOnCpu
+from bitplan.packed.products.cpu_fused import BLOCKS, BYTES, FORMATS, FusedOnCpu
 
 UNIT = 2.0**-24
 
@@ -134,9 +135,26 @@ def test_every_code_and_extreme_scales_are_decoded_as_the_definition_says() -> N
     assert torch.equal(run(torch.eye(254), weight), decode(weight).T)
 
 
+@pytest.mark.parametrize("name", BLOCKS)
+def test_any_bytes_of_gguf_s_blocks_are_decoded_to_the_bit(name: str) -> None:
+    """With one input, tiles and panels: scales, minima and codes of every kind, float16 numbers of all sizes."""
+    layout = LAYOUTS[name]
+    raw = torch.randint(256, (6, 512 // layout.numbers, layout.block_bytes), generator=torch.Generator().manual_seed(3))
+    raw, start = raw.to(torch.uint8), 0
+    for part, size in layout.parts:
+        if part in ("d", "dmin"):
+            raw[..., start + 1] &= 0x7B | 0x80  # no infinity, no NaN
+        start += size
+    weight = Encoded(get_format(name), (6, 512), raw.reshape(6, -1))
+    expected = decode(weight).T
+    for inputs in (1, 4, 32):
+        x = torch.eye(512).split(inputs)
+        assert torch.equal(torch.cat([run(each, weight) for each in x]), expected)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_not_finite_stays_so(name: str) -> None:
-    weight, x = encode(normal(8, 128), name), normal(3, 128, seed=1)
+    weight, x = encode(normal(8, 256), name), normal(3, 256, seed=1)
     x[1, 5] = float("nan")
     assert run(x, weight).isnan().any(dim=1).tolist() == [False, True, False]
 
@@ -215,7 +233,7 @@ from tests.packed.products import test_cpu_fused as t
 t.cpu_fused._takes_torch = lambda *_: False
 t.cpu_fused._why_not_here = lambda: None
 assert (rows.LANES, codes.LOOKS_UP) == ({lanes}, False)
-weight, x = t.encode(t.normal(5, 352), "{name}"), t.normal(29, 352, seed=1)
+weight, x = t.encode(t.normal(5, 352), "{name}", pad="zero"), t.normal(29, 352, seed=1)
 t.check(t.run(x, weight), x, weight)  # panels of one vector and of two
 t.check(t.run(x[:5], weight), x[:5], weight)
 t.check(t.run(x[:1], weight), x[:1], weight)
@@ -228,6 +246,8 @@ t.check(t.run(x[:1], weight), x[:1], weight)
     ("cpu", "has", "lanes", "name"),
     [
         ("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2", 8, "mxfp4"),
+        *(("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2", 8, name) for name in ("iq4_nl_gguf", "q3_k_gguf", "q5_1_gguf")),
+        *(("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, name) for name in ("iq4_nl_gguf", "q5_0_gguf", "q4_k_gguf")),
         ("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, "int4_g32"),
     ],
 )

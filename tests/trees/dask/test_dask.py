@@ -83,6 +83,28 @@ def test_dataframes_with_names_and_an_eval_set(client):
         np.testing.assert_array_equal(lazy.compute(), plain.predict(frame[names], **more))
 
 
+def impatient(state):
+    return state.round >= 9
+
+
+def test_metrics_callbacks_and_a_model_to_train_further(client):
+    x, y = table(600)
+    y = y > 0
+    first = BoostedTreesClassifier(**SETTINGS).fit(x, y)
+    settings = SETTINGS | {"n_estimators": 20, "early_stopping_rounds": 10}
+    more = {"eval_metric": ["auc", "logloss"], "callbacks": [impatient], "init_model": first}
+    plain = BoostedTreesClassifier(**settings).fit(x, y, eval_set=(x[:200], y[:200]), **more)
+    watched = array(x[:200], 150), array(y[:200], 150)
+    on_dask = DaskBoostedTreesClassifier(client=client, **settings)
+    on_dask.fit(array(x, 300), array(y, 300), eval_set=watched, **more)
+    assert on_dask.n_iter_ == plain.n_iter_ == 9
+    assert on_dask.to_lightgbm() == plain.to_lightgbm()
+    assert on_dask.evals_result_ == plain.evals_result_
+    dart = SETTINGS | {"n_estimators": 6, "boosting": "dart", "skip_drop": 0.0, "drop_rate": 0.6}
+    on_dask = DaskBoostedTreesClassifier(client=client, **dart).fit(array(x, 300), array(y, 300))
+    assert on_dask.to_lightgbm() == BoostedTreesClassifier(**dart).fit(x, y).to_lightgbm()
+
+
 def test_what_a_fit_refuses(client):
     x, y = table(60)
     parts, targets = array(x, 30), array(y, 30)

@@ -1,0 +1,269 @@
+"""The nearest vectors of IQ2's and IQ3's blocks by compiled loops: the bits of `TorchVectors` in `formats.gguf.grids`.
+
+Sums are made for all halves of a vector (64 or 81) and not for all vectors; vectors lie by their first half, and a
+first half is passed over where even the best second half could not make it the least. Importing this module imports
+numba.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from bitplan.base.loops.jit import compiled, inlined, on_threads
+from bitplan.formats.gguf.cpu_block_search import runs_of
+from bitplan.formats.gguf.grids import Found, VectorLayout, codebook
+
+F32 = np.float32
+ZERO = F32(0)
+Array = np.ndarray[Any, Any]
+
+
+@functools.cache
+def book_of(ggml_type: str) -> tuple[Array, ...]:
+    """A codebook as the loops take it: numbers [K, width], levels [L]; and, by first halves, where the vectors of each
+    begin, their second halves and their places in the list.
+    """
+    book = codebook(ggml_type)
+    order = book.first.argsort(stable=True)
+    count = len(book.levels) ** (book.numbers.shape[1] // 2)
+    begins = torch.searchsorted(book.first[order], torch.arange(count + 1))
+    lists = (begins, book.second[order], order)
+    return (book.numbers.numpy(), book.levels.numpy(), *(each.numpy().astype(np.uint32) for each in lists))
+
+
+class CompiledVectors:
+    """A `VectorSearch` on the CPU."""
+
+    def nearest(self, x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout) -> Found:
+        count, size = x.shape
+        vectors = torch.empty((count, size // layout.width), dtype=torch.int32)
+        signs = torch.empty((count, size // 8), dtype=torch.uint8)
+        vv, xv = torch.empty(count), torch.empty(count)
+        given = [each.contiguous().numpy() for each in (x, w, scale)]
+        out = [each.numpy() for each in (vectors, signs, vv, xv)]
+        book, even = book_of(layout.ggml_type), layout.even
+        on_threads(lambda run: nearest_of_groups(*given, *book, even, run.start, run.stop, *out), runs_of(count))
+        return Found(vectors, signs, vv, xv)
+
+
+# ---- compiled ------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def nearest_of_groups(x_NG, w_PG, scale_N, numbers, levels, begins, seconds, places, even, start, stop, *out):
+    vectors_N, signs_N, vv_N, xv_N = out
+    size, width = x_NG.shape[1], numbers.shape[1]
+    v_G, one_G, two_G = np.empty(size, F32), np.empty(size, F32), np.empty(size, F32)
+    room = empty_room()
+    found = np.empty(2, np.int32)
+    for group in range(start, stop):
+        period, scale = group % w_PG.shape[0], scale_N[group]
+        for byte in range(size // 8):
+            at = 8 * byte
+            signs_N[group, byte] = nearest_eight(
+                x_NG, group, at, w_PG, period, at, scale, numbers, levels, begins, seconds, places, even, room, found
+            )
+            for vector in range(8 // width):
+                vectors_N[group, at // width + vector] = found[vector]
+            numbers_of_eight(signs_N[group, byte], found, numbers, v_G, at)
+        for i in range(size):
+            w, v = w_PG[period, i], v_G[i]
+            one_G[i], two_G[i] = w * (v * v), w * (x_NG[group, i] * v)
+        half = size
+        while half > 1:
+            half //= 2
+            for i in range(half):
+                one_G[i] += one_G[i + half]
+                two_G[i] += two_G[i + half]
+        vv_N[group], xv_N[group] = one_G[0], two_G[0]
+
+
+@inlined
+def numbers_of_eight(signs, found, numbers, v, at):
+    width = numbers.shape[1]
+    for j in range(8):
+        number = numbers[found[j // width], j % width]
+        v[at + j] = -number if signs >> j & 1 else number
+
+
+@inlined
+def nearest_eight(
+    x_NG, group, first, w_PG, period, w_first, scale, numbers, levels, begins, seconds, places, even, room, found
+):
+    """The vectors of eight numbers, one or two, into `found`; returns their signs, a bit each.
+
+    room   terms and what wrong signs add, [24 or 32]; both for the two halves of a vector, [64 or 81]
+    """
+    terms, wrongs, one_H, two_H, one_wrong_H, two_wrong_H = room
+    signs, minus, square, double = 0, 0, F32(scale * scale), F32(scale + scale)
+    for j in range(8):
+        if x_NG[group, first + j] < ZERO:
+            signs |= 1 << j
+            minus += 1
+    turns = even and minus % 2 == 1
+    turned, lost, lost_turned, other = -1, ZERO, ZERO, 0
+    width = numbers.shape[1]
+    for vector in range(8 // width):
+        at = vector * width
+        for j in range(width):
+            x, w = x_NG[group, first + at + j], w_PG[period, w_first + at + j]
+            p, q = F32(w * square), F32(double * F32(w * abs(x)))
+            if width == 4:
+                _terms(levels, p, q, terms, wrongs, 8 * j, 8)
+            else:
+                _terms(levels, p, q, terms, wrongs, 3 * j, 3)
+        if width == 4:
+            _sums_of_two(terms, 0, one_H)
+            _sums_of_two(terms, 16, two_H)
+            if turns:
+                _least_of_two(wrongs, 0, one_wrong_H)
+                _least_of_two(wrongs, 16, two_wrong_H)
+        else:
+            _sums_of_four(terms, 0, one_H)
+            _sums_of_four(terms, 12, two_H)
+            if turns:
+                _least_of_four(wrongs, 0, one_wrong_H)
+                _least_of_four(wrongs, 12, two_wrong_H)
+        if width == 8 and turns:
+            turned = 0
+            found[0] = _nearest_vector(room, True, begins, seconds, places)[1]
+            continue
+        cost, found[vector] = _nearest_vector(room, False, begins, seconds, places)
+        if turns:
+            cost_turned, found_turned = _nearest_vector(room, True, begins, seconds, places)
+            if vector == 0:
+                lost, lost_turned, other = cost, cost_turned, found_turned
+            elif F32(lost_turned + cost) <= F32(cost_turned + lost):
+                found[0], turned = other, 0
+            else:
+                found[1], turned = found_turned, 1
+    if turned >= 0:  # the sign that adds least
+        place, least = 0, ZERO
+        for j in range(width):
+            at = turned * width + j
+            q = F32(double * F32(w_PG[period, w_first + at] * abs(x_NG[group, first + at])))
+            added = F32(numbers[found[turned], j] * F32(q + q))
+            if j == 0 or added < least:
+                place, least = at, added
+        signs ^= 1 << place
+    return signs
+
+
+@inlined
+def empty_room():
+    """Buffers of `nearest_eight`."""
+    return (
+        np.empty(32, F32),
+        np.empty(32, F32),
+        np.empty(81, F32),
+        np.empty(81, F32),
+        np.empty(81, F32),
+        np.empty(81, F32),
+    )
+
+
+@inlined
+def _terms(levels, p, q, terms, wrongs, at, count):
+    for place in range(count):
+        number = levels[place]
+        terms[at + place] = number * F32(F32(number * p) - q)
+        wrongs[at + place] = number * F32(q + q)
+
+
+@inlined
+def _sums_of_two(terms, at, out):
+    for a in range(8):
+        left = terms[at + a]
+        for b in range(8):
+            out[8 * a + b] = left + terms[at + 8 + b]
+
+
+@inlined
+def _least_of_two(wrongs, at, out):
+    for a in range(8):
+        left = wrongs[at + a]
+        for b in range(8):
+            right = wrongs[at + 8 + b]
+            out[8 * a + b] = left if left < right else right
+
+
+@inlined
+def _sums_of_four(terms, at, out):
+    """Sums of four numbers with three levels each, 81."""
+    for a in range(3):
+        for b in range(3):
+            left = terms[at + a] + terms[at + 3 + b]
+            for c in range(3):
+                for d in range(3):
+                    out[27 * a + 9 * b + 3 * c + d] = left + F32(terms[at + 6 + c] + terms[at + 9 + d])
+
+
+@inlined
+def _least_of_four(wrongs, at, out):
+    for a in range(3):
+        for b in range(3):
+            left = min(wrongs[at + a], wrongs[at + 3 + b])
+            for c in range(3):
+                for d in range(3):
+                    right = min(wrongs[at + 6 + c], wrongs[at + 9 + d])
+                    out[27 * a + 9 * b + 3 * c + d] = left if left < right else right
+
+
+@inlined
+def _nearest_vector(room, turns, begins, seconds, places):
+    """The least cost of a vector, with its place; of equal ones the first."""
+    terms, wrongs, one_H, two_H, one_wrong_H, two_wrong_H = room
+    count = begins.size - 1
+    start, least_second, least_turn, wrong = 0, ZERO, F32(np.inf), ZERO
+    if count == 64:  # the sum of least terms is the least of the sums
+        start = 8 * _least(terms, 0, 8)[1] + _least(terms, 8, 8)[1]
+        least_second = F32(_least(terms, 16, 8)[0] + _least(terms, 24, 8)[0])
+        if turns:
+            least_turn = min(_least(wrongs, 16, 8)[0], _least(wrongs, 24, 8)[0])
+    else:
+        for j in range(4):
+            start = 3 * start + _least(terms, 3 * j, 3)[1]
+        left, right = (
+            _least(terms, 12, 3)[0] + _least(terms, 15, 3)[0],
+            _least(terms, 18, 3)[0] + _least(terms, 21, 3)[0],
+        )
+        least_second = F32(left + right)
+        if turns:
+            for j in range(4, 8):
+                least_turn = min(least_turn, _least(wrongs, 3 * j, 3)[0])
+    best, place = F32(np.inf), np.uint32(0)
+    for step in range(count + 1):
+        part = np.uint32(step - 1 if step > 0 else start)
+        first = one_H[part]
+        bound = F32(first + least_second)
+        if turns:
+            wrong = one_wrong_H[part]
+            bound = F32(bound + (wrong if wrong < least_turn else least_turn))
+        if bound > best or (step > 0 and part == start):
+            continue
+        for at in range(begins[part], begins[part + np.uint32(1)]):
+            second = seconds[at]
+            cost = F32(first + two_H[second])
+            if turns:
+                other = two_wrong_H[second]
+                cost = F32(cost + (wrong if wrong < other else other))
+            if cost < best or (cost == best and places[at] < place):
+                best, place = cost, places[at]
+    return best, place
+
+
+@inlined
+def _least(numbers, first, count):
+    """The least of some numbers, with its place."""
+    least, place = numbers[first], 0
+    for at in range(1, count):
+        number = numbers[first + at]
+        place = at if number < least else place
+        least = number if number < least else least
+    return least, place

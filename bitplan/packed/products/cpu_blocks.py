@@ -1,0 +1,434 @@
+"""Loops of the CPU's products for GGUF's blocks, whose scales lie among their codes: read as they are in the file.
+
+One loop serves all of them. `Layout` says where a block's planes of bits, its groups' scales and its float16 numbers
+lie; from that the instructions for one block are written, without a loop: codes of LANES numbers are widened from their
+planes, converted, multiplied by their group's scale, and its minimum is added. Those are the operations of
+`Layout.decode`, so weights in registers equal decoded ones bit for bit; then they are multiplied by x and summed in
+float32. Numbers come in their own order, so inputs are read where they lie.
+
+A tile is 4 rows of the weight times one input, or 2 times 4; blocks go past it one after the other.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any
+
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba.core import cgutils, types
+
+from bitplan.base.loops.addresses import prefetch_later, read, take, write, zero_tile
+from bitplan.base.loops.cpu_features import features
+from bitplan.base.loops.jit import inlined, merged
+from bitplan.base.loops.openmp_threads import c_function
+from bitplan.base.loops.vectors import VectorWriter, define
+from bitplan.formats.gguf.layouts import LAYOUTS, Layout
+from bitplan.packed.products.cpu_rows import (
+    CODES,
+    COUNT,
+    F32,
+    FIRST,
+    INPUTS,
+    LANES,
+    LINE,
+    NEXT_ROW,
+    NEXT_THREAD,
+    PIECE,
+    ROWS,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    WIDTH,
+    Y_STRIDE,
+    X,
+    Y,
+    field,
+    four_rows,
+    row_of,
+    two_rows,
+    write_2x4,
+    write_4x1,
+)
+
+INT8, INT16, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+FLOATS = ir.VectorType(FLOAT, LANES)
+
+
+def _constants(kind: Any, numbers: Any) -> Any:
+    return ir.Constant(ir.VectorType(kind, len(numbers)), [ir.Constant(kind, number) for number in numbers])
+
+
+class _Block:
+    """Writes the numbers of a block, LANES at a time, from its address."""
+
+    def __init__(self, writer: VectorWriter, layout: Layout, address: Any) -> None:
+        self.writer, self.builder, self.layout, self.address = writer, writer.builder, layout, address
+        names, sizes = zip(*layout.parts, strict=True)
+        self.parts = dict(zip(names, itertools.accumulate((0, *sizes)), strict=False))
+        self.scales, self.lows = self._scales()
+        self.of_groups: dict[int, tuple[Any, Any]] = {}
+
+    def load(self, part: str, offset: int, kind: Any) -> Any:
+        place = self.builder.add(self.address, ir.Constant(INT64, self.parts[part] + offset))
+        return self.builder.load(self.builder.inttoptr(place, ir.PointerType(kind)), align=1)
+
+    # ---- scales ------------------------------------------------------------------------------------------------------
+
+    def _scales(self) -> tuple[Any, Any]:
+        """Vectors of all groups' scales and of the numbers added to them; of one lane where d is the scale."""
+        builder, layout = self.builder, self.layout
+        d = self._float("d")
+        low = self._float("dmin") if layout.has_min else None
+        if not layout.has_groups:
+            return d, low
+        scales, lows = self._integers()
+        scales = builder.fmul(self._floats(scales), self._splat(d, 0, layout.group_count))
+        if lows is None:
+            return scales, None
+        low = self._splat(builder.fneg(low), 0, layout.group_count)
+        return scales, builder.fmul(self._floats(lows), low)
+
+    def _float(self, part: str) -> Any:
+        return self.builder.fpext(self.load(part, 0, ir.VectorType(ir.HalfType(), 1)), ir.VectorType(FLOAT, 1))
+
+    def _integers(self) -> tuple[Any, Any]:
+        """The groups' integers, as `Layout` unpacks them: bytes of scales, of minima or None."""
+        builder, layout = self.builder, self.layout
+        if layout.scale_low == -128:
+            return self.load("scales", 0, ir.VectorType(INT8, 16)), None
+        if not layout.has_min:  # Q3_K: four bits of all, then two
+            first, second = self.load("scales", 0, INT64), self.load("scales", 8, INT32)
+            four = self._fields(first, (0, 4), 0x0F0F0F0F0F0F0F0F)
+            two = self._fields(second, (0, 2, 4, 6), 0x03030303)
+            both = builder.or_(four, builder.shl(two, _constants(INT8, [4] * 16)))
+            return builder.sub(both, _constants(INT8, [32] * 16)), None
+        if layout.scale_high == 15:  # Q2_K
+            both = self.load("scales", 0, ir.VectorType(INT8, 16))
+            return builder.and_(both, _constants(INT8, [15] * 16)), builder.lshr(both, _constants(INT8, [4] * 16))
+        words = [self.load("scales", 4 * index, INT32) for index in range(3)]
+
+        def masked(word: Any, shift: int, mask: int) -> Any:
+            return builder.and_(builder.lshr(word, ir.Constant(INT32, shift)), ir.Constant(INT32, mask))
+
+        made = []
+        for index in range(2):
+            above = builder.shl(masked(words[index], 6, 0x03030303), ir.Constant(INT32, 4))
+            low = masked(words[index], 0, 0x3F3F3F3F)
+            pair = ir.Constant(ir.VectorType(INT32, 2), ir.Undefined)
+            for place, word in enumerate((low, builder.or_(masked(words[2], 4 * index, 0x0F0F0F0F), above))):
+                pair = builder.insert_element(pair, word, ir.Constant(INT32, place))
+            made.append(builder.bitcast(pair, ir.VectorType(INT8, 8)))
+        return made[0], made[1]
+
+    def _fields(self, word: Any, shifts: tuple[int, ...], mask: int) -> Any:
+        """Bytes of a word, then the same shifted, ..., masked."""
+        count, kind = len(shifts), word.type
+        nothing = ir.Constant(ir.VectorType(kind, 1), ir.Undefined)
+        one = self.builder.insert_element(nothing, word, ir.Constant(INT32, 0))
+        words = self.builder.lshr(self._splat(one, 0, count), _constants(kind, shifts))
+        words = self.builder.and_(words, _constants(kind, [mask] * count))
+        return self.builder.bitcast(words, ir.VectorType(INT8, 16))
+
+    def _floats(self, codes: Any) -> Any:
+        """Signed bytes as float32."""
+        count = codes.type.count
+        return self.builder.sitofp(self.builder.sext(codes, ir.VectorType(INT32, count)), ir.VectorType(FLOAT, count))
+
+    def _splat(self, vector: Any, lane: int, count: int) -> Any:
+        return self.writer.shuffle(vector, vector, [lane] * count)
+
+    # ---- numbers -----------------------------------------------------------------------------------------------------
+
+    def order(self) -> list[int]:
+        """Where LANES numbers begin, those of the same bytes one after the other."""
+        return sorted(range(0, self.layout.numbers, LANES), key=lambda k: self._place(0, k))
+
+    def _place(self, plane: int, k: int) -> tuple[int, int]:
+        """The byte and the bit at which number k lies in a plane."""
+        bits, run = self.layout.planes[plane]
+        lane, each = k // run % (8 // bits), k // run // (8 // bits)
+        return each * run + k % run, bits * lane
+
+    def numbers(self, k: int) -> Any:
+        """LANES numbers from k on."""
+        builder, layout = self.builder, self.layout
+        scale, low = self._of_group(k // layout.group)
+        if layout.table is not None:
+            codes = self._looked_up(k)
+        else:
+            codes, shift = None, 0
+            for plane in range(len(layout.planes)):
+                bits = self._bits(plane, k, shift)
+                codes = bits if codes is None else builder.or_(codes, bits)
+                shift += layout.planes[plane].bits
+            if layout.low:
+                codes = builder.add(codes, _constants(INT32, [layout.low] * LANES))
+        numbers = builder.fmul(builder.sitofp(codes, FLOATS), scale)
+        return numbers if low is None else builder.fadd(numbers, low)
+
+    def _of_group(self, group: int) -> tuple[Any, Any]:
+        if group not in self.of_groups:
+            scale = self._splat(self.scales, group, LANES)
+            self.of_groups[group] = scale, None if self.lows is None else self._splat(self.lows, group, LANES)
+        return self.of_groups[group]
+
+    def _bits(self, plane: int, k: int, shift: int) -> Any:
+        """This plane's bits of LANES codes, as int32, shifted to where they belong."""
+        builder, words = self.builder, ir.VectorType(INT32, LANES)
+        bits, run = self.layout.planes[plane]
+        if run == 1:  # one bit of each of 32 codes, in a word
+            one = self.load(f"plane{plane}", 0, ir.VectorType(INT32, 1))
+            places = [k + lane for lane in range(LANES)]
+            codes = builder.lshr(self._splat(one, 0, LANES), _constants(INT32, places))
+            is_masked = True
+        else:
+            byte, first = self._place(plane, k)
+            codes = builder.zext(self.load(f"plane{plane}", byte, ir.VectorType(INT8, LANES)), words)
+            codes = builder.lshr(codes, _constants(INT32, [first] * LANES)) if first else codes
+            is_masked = first + bits < 8
+        if is_masked:
+            codes = builder.and_(codes, _constants(INT32, [2**bits - 1] * LANES))
+        return builder.shl(codes, _constants(INT32, [shift] * LANES)) if shift else codes
+
+    def _looked_up(self, k: int) -> Any:
+        """Numbers of the layout's table at the places that 4-bit codes name, as int32."""
+        builder, bytes_ = self.builder, ir.VectorType(INT8, 16)
+        assert self.layout.table is not None
+        byte, first = self._place(0, k - k % 16)
+        codes = self.load("plane0", byte, bytes_)
+        if first:
+            codes = builder.lshr(codes, _constants(INT8, [4] * 16))
+        else:
+            codes = builder.and_(codes, _constants(INT8, [15] * 16))
+        name = "llvm.aarch64.neon.tbl1.v16i8" if "neon" in features() else "llvm.x86.ssse3.pshuf.b.128"
+        found = self.writer.call(name, bytes_, [_constants(INT8, self.layout.table), codes])
+        found = self.writer.shuffle(found, found, [k % 16 + lane for lane in range(LANES)])
+        return builder.sext(found, ir.VectorType(INT32, LANES))
+
+
+def _tile(layout: Layout, rows: int, inputs: int) -> Any:
+    """(addresses of a block in each row and of its inputs, bytes between inputs, sums): sums with its products."""
+    fma = f"llvm.fma.v{LANES}f32"
+
+    def emit(writer: VectorWriter, codes: Any, x: Any, stride: Any, sums: Any) -> Any:
+        builder = writer.builder
+        blocks = [_Block(writer, layout, builder.extract_value(codes, row)) for row in range(rows)]
+        places = [builder.add(x, builder.mul(stride, ir.Constant(INT64, m))) for m in range(inputs)]
+        made = [builder.extract_value(sums, index) for index in range(rows * inputs)]
+        for k in blocks[0].order():
+            at = [builder.add(place, ir.Constant(INT64, 4 * k)) for place in places]
+            numbers = [builder.load(builder.inttoptr(each, ir.PointerType(FLOATS)), align=4) for each in at]
+            for row, block in enumerate(blocks):
+                weights = block.numbers(k)
+                for m in range(inputs):
+                    values = [weights, numbers[m], made[row * inputs + m]]
+                    made[row * inputs + m] = writer.call(fma, FLOATS, values)
+        return cgutils.pack_array(builder, made)
+
+    return define(4, lambda _codes, _x, _stride, sums: sums, emit)
+
+
+def _decoder(layout: Layout) -> Any:
+    """(address of a block, address): its numbers in float32."""
+
+    def emit(writer: VectorWriter, address: Any, to: Any) -> Any:
+        block = _Block(writer, layout, address)
+        for k in block.order():
+            place = writer.builder.add(to, ir.Constant(INT64, 4 * k))
+            writer.builder.store(block.numbers(k), writer.builder.inttoptr(place, ir.PointerType(FLOATS)), align=4)
+        return writer.context.get_dummy_value()
+
+    return define(2, lambda _address, _to: types.void, emit)
+
+
+def _steps(name: str) -> tuple[Any, Any, Any]:
+    layout = LAYOUTS[name]
+    return _tile(layout, 4, 1), _tile(layout, 2, 4), _decoder(layout)
+
+
+@inlined
+def _padded_inputs(job, mine):
+    """The address of inputs and the bytes from one to the next: where they lie, or with zeros up to whole blocks and
+    tiles.
+    """
+    inputs, width, count, x = field(job, INPUTS), field(job, WIDTH), field(job, COUNT), field(job, X)
+    tiled = inputs if inputs == 1 else max(inputs, 4)
+    if width == count and tiled == inputs:
+        return x, 4 * width
+    for m in range(tiled):
+        for k in range(count):
+            is_there = m < inputs and k < width
+            write(mine + 4 * (m * count + k), read(x + 4 * (m * width + k), F32) if is_there else F32(0))
+    return mine, 4 * count
+
+
+def padded_bytes(inputs: int, width: int, padded: int) -> int:
+    """Scratch of a thread for inputs that do not fill blocks or tiles; threads share no cache line."""
+    tiled = inputs if inputs == 1 else max(inputs, 4)
+    return 64 if (tiled, padded) == (inputs, width) else 4 * padded * tiled + 64
+
+
+@inlined
+def _prefetch(address, size):
+    """Ask for a block of a later row: rows are too short for the CPU to foresee them."""
+    for line in range(-(-size // LINE)):
+        prefetch_later(address + LINE * line)
+
+
+@merged
+def _products(job, tile_4x1, tile_2x4, numbers, size):
+    """The job of a format whose blocks have this many numbers and bytes."""
+    inputs, rows, piece, blocks = field(job, INPUTS), field(job, ROWS), field(job, PIECE), field(job, COUNT) // numbers
+    mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+    x, stride = _padded_inputs(job, mine)
+    first = take(job + 8 * NEXT_ROW, piece)
+    while first < rows:
+        stop = min(first + piece, rows)
+        if inputs == 1:
+            for n in range(first, stop, 4):
+                a, b, c, d = four_rows(job, CODES, n)
+                sums = zero_tile(4, LANES)
+                for block in range(blocks):
+                    at = size * block
+                    _prefetch(a + at + 4 * size * blocks, size)
+                    _prefetch(b + at + 4 * size * blocks, size)
+                    _prefetch(c + at + 4 * size * blocks, size)
+                    _prefetch(d + at + 4 * size * blocks, size)
+                    sums = tile_4x1((a + at, b + at, c + at, d + at), x + 4 * numbers * block, 0, sums)
+                write_4x1(job, n, 0, sums)
+        else:
+            for n in range(first, stop, 2):
+                e, f = two_rows(job, CODES, n)
+                for tile in range(0, inputs, 4):
+                    m = min(tile, max(inputs - 4, 0))
+                    here, sums8 = x + m * stride, zero_tile(8, LANES)
+                    for block in range(blocks):
+                        at = size * block
+                        sums8 = tile_2x4((e + at, f + at), here + 4 * numbers * block, stride, sums8)
+                    write_2x4(job, n, m, sums8)
+        first = take(job + 8 * NEXT_ROW, piece)
+
+
+@merged
+def _decoded(job, decode, numbers, size):
+    """Decode blocks FIRST .. FIRST + COUNT of every row into `y`."""
+    rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
+    row = take(job + 8 * NEXT_ROW, piece)
+    while row < rows:
+        for n in range(row, min(row + piece, rows)):
+            codes, to = row_of(job, CODES, n) + first * size, field(job, Y) + n * field(job, Y_STRIDE)
+            for block in range(count):
+                decode(codes + size * block, to + 4 * numbers * block)
+        row = take(job + 8 * NEXT_ROW, piece)
+
+
+# ---- a function for each format -------------------------------------------------------------------------------------
+
+
+_q4_1_4x1, _q4_1_2x4, _q4_1_block = _steps("q4_1_gguf")
+_q5_0_4x1, _q5_0_2x4, _q5_0_block = _steps("q5_0_gguf")
+_q5_1_4x1, _q5_1_2x4, _q5_1_block = _steps("q5_1_gguf")
+_iq4_nl_4x1, _iq4_nl_2x4, _iq4_nl_block = _steps("iq4_nl_gguf")
+_q2_k_4x1, _q2_k_2x4, _q2_k_block = _steps("q2_k_gguf")
+_q3_k_4x1, _q3_k_2x4, _q3_k_block = _steps("q3_k_gguf")
+_q4_k_4x1, _q4_k_2x4, _q4_k_block = _steps("q4_k_gguf")
+_q5_k_4x1, _q5_k_2x4, _q5_k_block = _steps("q5_k_gguf")
+_q6_k_4x1, _q6_k_2x4, _q6_k_block = _steps("q6_k_gguf")
+
+
+def _q4_1(job):
+    _products(job, _q4_1_4x1, _q4_1_2x4, 32, 20)
+
+
+def _q4_1_decoded(job):
+    _decoded(job, _q4_1_block, 32, 20)
+
+
+def _q5_0(job):
+    _products(job, _q5_0_4x1, _q5_0_2x4, 32, 22)
+
+
+def _q5_0_decoded(job):
+    _decoded(job, _q5_0_block, 32, 22)
+
+
+def _q5_1(job):
+    _products(job, _q5_1_4x1, _q5_1_2x4, 32, 24)
+
+
+def _q5_1_decoded(job):
+    _decoded(job, _q5_1_block, 32, 24)
+
+
+def _iq4_nl(job):
+    _products(job, _iq4_nl_4x1, _iq4_nl_2x4, 32, 18)
+
+
+def _iq4_nl_decoded(job):
+    _decoded(job, _iq4_nl_block, 32, 18)
+
+
+def _q2_k(job):
+    _products(job, _q2_k_4x1, _q2_k_2x4, 256, 84)
+
+
+def _q2_k_decoded(job):
+    _decoded(job, _q2_k_block, 256, 84)
+
+
+def _q3_k(job):
+    _products(job, _q3_k_4x1, _q3_k_2x4, 256, 110)
+
+
+def _q3_k_decoded(job):
+    _decoded(job, _q3_k_block, 256, 110)
+
+
+def _q4_k(job):
+    _products(job, _q4_k_4x1, _q4_k_2x4, 256, 144)
+
+
+def _q4_k_decoded(job):
+    _decoded(job, _q4_k_block, 256, 144)
+
+
+def _q5_k(job):
+    _products(job, _q5_k_4x1, _q5_k_2x4, 256, 176)
+
+
+def _q5_k_decoded(job):
+    _decoded(job, _q5_k_block, 256, 176)
+
+
+def _q6_k(job):
+    _products(job, _q6_k_4x1, _q6_k_2x4, 256, 210)
+
+
+def _q6_k_decoded(job):
+    _decoded(job, _q6_k_block, 256, 210)
+
+
+_FUNCTIONS = {
+    "q4_1_gguf": (_q4_1, _q4_1_decoded),
+    "q5_0_gguf": (_q5_0, _q5_0_decoded),
+    "q5_1_gguf": (_q5_1, _q5_1_decoded),
+    "iq4_nl_gguf": (_iq4_nl, _iq4_nl_decoded),
+    "q2_k_gguf": (_q2_k, _q2_k_decoded),
+    "q3_k_gguf": (_q3_k, _q3_k_decoded),
+    "q4_k_gguf": (_q4_k, _q4_k_decoded),
+    "q5_k_gguf": (_q5_k, _q5_k_decoded),
+    "q6_k_gguf": (_q6_k, _q6_k_decoded),
+}
+
+
+@functools.cache
+def products_of(format_name: str) -> Any:
+    """The C function that multiplies by a format's blocks, compiled at first use and cached on disk."""
+    return c_function(_FUNCTIONS[format_name][0])
+
+
+@functools.cache
+def decoder_of(format_name: str) -> Any:
+    """The C function that decodes a part of the weight's rows."""
+    return c_function(_FUNCTIONS[format_name][1])

@@ -1,0 +1,256 @@
+"""Section of a fit: what the memory is for, the plans that were measured, and KL against memory and against context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+from bitplan.base.documents import LIST
+from bitplan.report.chart import (
+    Axis,
+    Frame,
+    bars,
+    card,
+    colour,
+    legend,
+    line,
+    log_axis,
+    marker,
+    segment,
+    text,
+)
+from bitplan.report.markup import Markup, count, join, nbytes, percent, significant, tag
+from bitplan.report.read_records import Record, RecordFields
+from bitplan.report.section import (
+    Column,
+    Fact,
+    Section,
+    cards,
+    column_table,
+    figure,
+    heading,
+    one_by_one,
+    source,
+    told,
+)
+
+PREDICTED, PLAN, RIVAL = "k0", "k3", "k1"
+LINES = ("k2", "k4", PREDICTED, "k5", "k6")  # the goal's is in the middle
+NEAREST = 3  # memories of the second picture
+
+
+def fit_section(records: Sequence[Record]) -> Section:
+    def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
+        found = record.fields()
+        body = join([source(record), _answers(found), cards(_charts(found)), _table(found)])
+        return body, told(record, _sentence(found)) if len(records) > 1 else "", _facts(found)
+
+    return one_by_one("fit", "Fit", records, draw, _sentence(records[0].fields()))
+
+
+def tokens(number: float) -> str:
+    """32k for 32768."""
+    return f"{number / 1024:g}k" if number >= 1024 and number % 256 == 0 else count(number)
+
+
+def _goal(found: RecordFields) -> str:
+    goal = found.fields("goal")
+    batch = goal.whole("batch")
+    more = f" of each of {batch} texts" if batch > 1 else ""
+    return f"{nbytes(goal.number('memory'))} and {tokens(goal.number('context'))} tokens of context{more}"
+
+
+def _distance(row: RecordFields) -> str:
+    kl = row.number("kl", None)
+    return f"KL {significant(row.number('predicted'))}, predicted" if kl is None else f"KL {significant(kl)}"
+
+
+def _sentence(found: RecordFields) -> str:
+    plan, probe = found.fields("plan"), found.fields("probe")
+    return (
+        f"For {_goal(found)} in {found.fields('goal').text('target')} the plan takes "
+        f"{nbytes(found.number('needed_bytes'))}: weights {nbytes(plan.number('weights_bytes'))}, keys and values "
+        f"{nbytes(plan.number('kv_bytes'))}, workspace and overhead {nbytes(probe.number('nbytes'))}; "
+        f"{_distance(plan)} nats a token from the model."
+    )
+
+
+def _facts(found: RecordFields) -> list[Fact]:
+    plan, floor = found.fields("plan"), found.number("noise_floor", None)
+    share = found.number("needed_bytes") / max(1, found.fields("goal").number("memory"))
+    noise = "" if floor is None else f"noise floor {significant(floor, 2)}"
+    known = plan.number("kl", None)
+    label = "nats a token from the model" + ("" if known is not None else ", predicted")
+    return [
+        Fact(nbytes(found.number("needed_bytes")), f"of memory, {percent(share)} of the goal", _goal(found)),
+        Fact(significant(plan.number("predicted") if known is None else known), label, noise),
+    ]
+
+
+def _answers(found: RecordFields) -> Markup:
+    unproven = found.text("unproven", "")
+    hurt = found.text("hurt_kind", "")
+    rows = [
+        ("What was measured", f"KL, on {count(found.number('tokens'))} tokens that were held out. {unproven}"),
+        ("What was not", "; ".join(map(str, found.get("missing", LIST, [])))),
+        ("Kinds of text", f"One is hurt far more: {hurt}" if hurt else ""),
+    ]
+    return tag("dl", *(join([tag("dt", title), tag("dd", words)]) for title, words in rows if words), class_="answers")
+
+
+# ---- pictures --------------------------------------------------------------------------------------------------------
+
+
+def _charts(found: RecordFields) -> list[Markup]:
+    points = list(found.each("landscape", []))
+    drawn = [_card(found, points, "memory", "context"), _card(found, points, "context", "memory")] if points else []
+    return [*drawn, _memory_card(found)]
+
+
+def _memory_card(found: RecordFields) -> Markup:
+    plan, memory = found.fields("plan"), found.fields("goal").number("memory")
+    parts = [
+        ("weights", plan.number("weights_bytes"), "k0"),
+        ("keys and values", plan.number("kv_bytes"), "k1"),
+        ("workspace and overhead", found.fields("probe").number("nbytes"), "k7"),
+    ]
+    left = max(0, memory - sum(size for _, size, _ in parts))
+    rows = [(name, size, nbytes(size), kind) for name, size, kind in (*parts, ("left", left, "k2"))]
+    return card(f"What {nbytes(memory)} are for", bars(rows, "Parts of the memory", whole=memory))
+
+
+def _card(found: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Markup:
+    names = [(PREDICTED, "best plans, predicted, the goal's line"), (PLAN, "the plan, measured")]
+    names += [(RIVAL, "other plans, measured")]
+    return card(
+        f"KL against {along}",
+        kl_frame(found, points, along, by).svg(),
+        legend=legend(names),
+        note=f"Each line is for one {by}, which stands at its end; no point where nothing fits. At the bottom: the "
+        "noise floor or below.",
+    )
+
+
+def kl_frame(found: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Frame:
+    """KL against memory, a line for each context, or against context, a line for each of a few memories."""
+    goal = found.fields("goal")
+    floor = found.number("noise_floor", None) or min((p.number("predicted") for p in points), default=0) or 1e-6
+    written: dict[str, Callable[[float], str]] = {"memory": nbytes, "context": tokens}
+
+    def height(nats: float) -> float:
+        return max(float(nats), floor)
+
+    lines = _lines(points, by, goal.number(by))
+    shown = [point for _, one in lines for point in one]
+    measured = [pair for pair in _measured(found) if pair[0].number(by) == goal.number(by)]
+    values = [point.number(along) for point in shown] + [where.number(along) for where, _ in measured]
+    heights = [height(point.number("predicted")) for point in shown]
+    heights += [height(row.number("kl")) for _, row in measured]
+    axis = (
+        _memory_axis(values) if along == "memory" else log_axis(values, "tokens of context", formatter=tokens, base=2)
+    )
+    frame = Frame(axis, log_axis(heights, "KL, nats a token"), f"KL against {along}, by {by}", right=62)
+    ends: list[tuple[float, float]] = []
+    for (value, one), kind in zip(lines, _colours(lines, goal.number(by)), strict=True):
+        places = [(point.number(along), height(point.number("predicted"))) for point in one]
+        is_goal = value == goal.number(by)
+        frame.add(line(frame, places, kind if is_goal else f"{kind} thin"))
+        for place, point in zip(places, one, strict=True):
+            tip = f"predicted {significant(point.number('predicted'))} nats with {nbytes(point.number('memory'))} and "
+            tip += f"{tokens(point.number('context'))} of context"
+            frame.add(marker((frame.px(place[0]), frame.py(place[1])), kind, tip, "ring"))
+        x, y = frame.px(max(places)[0]) + 8, frame.py(max(places)[1]) + 4
+        while any(abs(x - left) < 40 and abs(y - top) < 11 for left, top in ends):
+            y -= 11
+        ends.append((x, y))
+        frame.add(text((x, y), written[by](value)))
+    at = frame.px(goal.number(along))
+    frame.add(
+        segment((at, frame.top), (at, frame.height - frame.bottom), "rule"), text((at + 4, frame.top + 9), "goal")
+    )
+    for where, row in reversed(measured):  # the plan is on top
+        is_plan = row.text("label") == found.fields("plan").text("label") or where.number(along) != goal.number(along)
+        tip = f"{row.text('label')}, measured: {significant(row.number('kl'))} nats with "
+        tip += f"{nbytes(where.number('memory'))} and {tokens(where.number('context'))} of context"
+        place = frame.px(where.number(along)), frame.py(height(row.number("kl")))
+        frame.add(marker(place, PLAN if is_plan else RIVAL, tip, "diamond" if is_plan else "square"))
+    return frame
+
+
+def _memory_axis(values: Sequence[float]) -> Axis:
+    """Bytes from the least to the most, with about six round ticks."""
+    low, high = min(values), max(values)
+    raw = max((high - low) / 6, 1.0)
+    power = 10.0 ** (len(str(int(raw))) - 1)
+    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= raw * 0.999)
+    first = int(low // step) + 1
+    ticks = tuple((index * step, nbytes(index * step)) for index in range(first, int(high // step) + 1))
+    return Axis("memory", low, max(high, low + 1), ticks or ((low, nbytes(low)),))
+
+
+def _lines(points: Sequence[RecordFields], by: str, goal: float) -> list[tuple[float, list[RecordFields]]]:
+    """Points by the value that they have in common: all contexts, of memories those around the goal's."""
+    groups: dict[float, list[RecordFields]] = {}
+    for point in points:
+        groups.setdefault(point.number(by), []).append(point)
+    values = sorted(groups)
+    if by == "memory" and len(values) > NEAREST:
+        at = min(range(len(values)), key=lambda index: abs(values[index] - goal))
+        values = [values[index] for index in sorted({max(0, at - 2), at, min(len(values) - 1, at + 2)})]
+    return [(value, sorted(groups[value], key=_place)) for value in values]
+
+
+def _place(point: RecordFields) -> tuple[float, float]:
+    return point.number("memory"), point.number("context")
+
+
+def _colours(lines: Sequence[tuple[float, object]], goal: float) -> list[str]:
+    others = (kind for kind in LINES if kind != PREDICTED)
+    return [PREDICTED if value == goal else next(others, colour(7)) for value, _ in lines]
+
+
+def _measured(found: RecordFields) -> list[tuple[RecordFields, RecordFields]]:
+    """The goal of every measured plan, and the plan: of this fit, and the plans of earlier ones for this target."""
+    own = [(found.fields("goal"), row) for row in found.each("measured")]
+    earlier = chain.from_iterable([(one.fields("goal"), one.fields("plan"))] for one in _earlier(found))
+    same = ("batch", "device", "target")
+    goal = found.fields("goal").value
+    others = [(where, row) for where, row in earlier if all(where.value.get(key) == goal[key] for key in same)]
+    return [(where, row) for where, row in (*own, *others) if row.number("kl", None) is not None]
+
+
+def _earlier(found: RecordFields) -> list[RecordFields]:
+    return list(found.each("earlier", []))
+
+
+# ---- table -----------------------------------------------------------------------------------------------------------
+
+
+def _table(found: RecordFields) -> Markup:
+    pairs = [(found.fields("goal"), row) for row in found.each("measured")]
+    pairs += [(one.fields("goal"), row) for one in _earlier(found) for row in one.each("measured")]
+    goals, rows = [goal for goal, _ in pairs], [row for _, row in pairs]
+    kinds = list(dict.fromkeys(kind for row in rows for kind in row.fields("kinds", {}).value))
+    by_kind = [
+        (
+            Column(f"KL, {kind.rpartition('/')[2]}", numeric=True),
+            [figure(row.fields("kinds", {}).number(kind, None), significant) for row in rows],
+        )
+        for kind in kinds
+    ]
+    return join(
+        [
+            heading("Measured on text that was held out"),
+            column_table(
+                "plans that were measured, of this goal and of earlier ones",
+                (Column("Plan"), [row.text("label") for row in rows]),
+                (Column("Memory", numeric=True), [figure(goal.number("memory"), nbytes) for goal in goals]),
+                (Column("Context", numeric=True), [figure(goal.number("context"), tokens) for goal in goals]),
+                (Column("Weights", numeric=True), [figure(row.number("weights_bytes"), nbytes) for row in rows]),
+                (Column("K and V", numeric=True), [figure(row.number("kv_bytes"), nbytes) for row in rows]),
+                (Column("Predicted KL", numeric=True), [figure(row.number("predicted"), significant) for row in rows]),
+                (Column("KL", numeric=True), [figure(row.number("kl", None), significant) for row in rows]),
+                *by_kind,
+            ),
+        ]
+    )
