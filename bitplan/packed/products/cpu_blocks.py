@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -117,18 +118,17 @@ class _Block:
         builder, layout = self.builder, self.layout
         if layout.scale_low == -128:
             return self.load("scales", 0, ir.VectorType(INT8, 16)), None
-        if layout.table is not None:  # IQ4_XS: two bits of each, then four
-            two = self.load("scales", 0, ir.VectorType(INT8, 2))
-            four = self.load("scales", 2, ir.VectorType(INT8, 4))
-            two = builder.lshr(self.writer.shuffle(two, two, [0] * 4 + [1] * 4), _constants(INT8, [0, 2, 4, 6] * 2))
-            two = builder.shl(builder.and_(two, _constants(INT8, [3] * 8)), _constants(INT8, [4] * 8))
-            four = builder.lshr(self.writer.shuffle(four, four, [0, 0, 1, 1, 2, 2, 3, 3]), _constants(INT8, [0, 4] * 4))
-            both = builder.or_(two, builder.and_(four, _constants(INT8, [15] * 8)))
-            return builder.sub(both, _constants(INT8, [32] * 8)), None
+        if layout.table is not None:  # IQ4_XS: two bits of all, then four
+            second, first = self.load("scales", 0, INT16), self.load("scales", 2, INT32)
+            four = self._fields(first, range(0, 32, 4), 15)
+            two = self._fields(builder.zext(second, INT32), range(0, 16, 2), 3)
+            both = builder.or_(four, builder.shl(two, _constants(INT32, [4] * 8)))
+            return builder.trunc(builder.sub(both, _constants(INT32, [32] * 8)), ir.VectorType(INT8, 8)), None
         if not layout.has_min:  # Q3_K: four bits of all, then two
             first, second = self.load("scales", 0, INT64), self.load("scales", 8, INT32)
-            four = self._fields(first, (0, 4), 0x0F0F0F0F0F0F0F0F)
-            two = self._fields(second, (0, 2, 4, 6), 0x03030303)
+            of_all = ir.VectorType(INT8, 16)
+            four = builder.bitcast(self._fields(first, (0, 4), 0x0F0F0F0F0F0F0F0F), of_all)
+            two = builder.bitcast(self._fields(second, (0, 2, 4, 6), 0x03030303), of_all)
             both = builder.or_(four, builder.shl(two, _constants(INT8, [4] * 16)))
             return builder.sub(both, _constants(INT8, [32] * 16)), None
         if layout.scale_high == 15:  # Q2_K
@@ -149,14 +149,13 @@ class _Block:
             made.append(builder.bitcast(pair, ir.VectorType(INT8, 8)))
         return made[0], made[1]
 
-    def _fields(self, word: Any, shifts: tuple[int, ...], mask: int) -> Any:
-        """Bytes of a word, then the same shifted, ..., masked."""
+    def _fields(self, word: Any, shifts: Sequence[int], mask: int) -> Any:
+        """A word, shifted to the right by each of these, and masked."""
         count, kind = len(shifts), word.type
         nothing = ir.Constant(ir.VectorType(kind, 1), ir.Undefined)
         one = self.builder.insert_element(nothing, word, ir.Constant(INT32, 0))
         words = self.builder.lshr(self._splat(one, 0, count), _constants(kind, shifts))
-        words = self.builder.and_(words, _constants(kind, [mask] * count))
-        return self.builder.bitcast(words, ir.VectorType(INT8, 16))
+        return self.builder.and_(words, _constants(kind, [mask] * count))
 
     def _floats(self, codes: Any) -> Any:
         """Signed bytes as float32."""
@@ -494,8 +493,8 @@ _q2_k_4x1, _q2_k_2x4, _q2_k_block, _q2_k_tile, _q2_k_beside = _steps("q2_k_gguf"
 _q3_k_4x1, _q3_k_2x4, _q3_k_block, _q3_k_tile, _q3_k_beside = _steps("q3_k_gguf")
 _q4_k_4x1, _q4_k_2x4, _q4_k_block, _q4_k_tile, _q4_k_beside = _steps("q4_k_gguf")
 _q5_k_4x1, _q5_k_2x4, _q5_k_block, _q5_k_tile, _q5_k_beside = _steps("q5_k_gguf")
-_q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
 _iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block, _iq4_xs_tile, _iq4_xs_beside = _steps("iq4_xs_gguf")
+_q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
 
 
 def _q4_1(job):
@@ -619,6 +618,7 @@ def _iq4_xs_integers(job):
 
 
 _FUNCTIONS = {
+    "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers),
     "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers),
     "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers),
     "q5_1_gguf": (_q5_1, _q5_1_decoded, _q5_1_integers),
@@ -628,7 +628,6 @@ _FUNCTIONS = {
     "q4_k_gguf": (_q4_k, _q4_k_decoded, _q4_k_integers),
     "q5_k_gguf": (_q5_k, _q5_k_decoded, _q5_k_integers),
     "q6_k_gguf": (_q6_k, _q6_k_decoded, _q6_k_integers),
-    "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers),
 }
 
 
