@@ -8,7 +8,6 @@ eight numbers at a time to the vector that is nearest to their best place, each 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,25 +29,9 @@ from bitplan.formats.gguf.grids import (
 )
 from bitplan.formats.gguf.search import column_weights
 from bitplan.rounding.error_compensation import OrderedFactor
+from bitplan.rounding.group_scales import VectorScales, inverse_of
 from bitplan.rounding.layout import unordered
 from bitplan.rounding.pick_loops import is_compiled
-
-
-@dataclass
-class VectorScales:
-    """Of [R, filled] numbers: d [R, blocks] and multiples as stored [R, groups], in float32."""
-
-    layout: VectorLayout
-    d: Tensor
-    stored: Tensor
-
-    def steps(self) -> Tensor:
-        """What vectors' numbers are multiplied by, [R, groups]."""
-        wide = self.d.repeat_interleave(NUMBERS // self.layout.group, 1)
-        return wide * self.layout.multiples(self.stored)
-
-    def values(self, v: Tensor) -> Tensor:
-        return v * self.steps().repeat_interleave(self.layout.group, 1)
 
 
 def round_vectors(matrix: Tensor, by: OrderedFactor, fmt: GgufVectors, sweeps: int) -> Tensor:
@@ -161,12 +144,6 @@ def _sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorS
                 change = torch.where((gain > 0).unsqueeze(1), change, 0.0)
                 v[:, at] = torch.where((gain > 0).unsqueeze(1), tried, v[:, at])
                 gradient -= change @ hessian[at]
-
-
-def inverse_of(own: Tensor) -> Tensor:
-    """The inverse of [..., 8, 8] parts of a Hessian, computed in float64."""
-    inverse: Tensor = torch.linalg.inv(own.double())
-    return inverse.float()
 
 
 def _if_better(move: Tensor, rise: Tensor, curve: Tensor) -> Tensor:
