@@ -22,7 +22,7 @@ from typing import Any
 from harness import commit, machine, save, versions
 
 import bitplan
-from bitplan.searching.fit import FitGoal, FitResult
+from bitplan.searching.fit import FIT, FitGoal, FitResult
 from bitplan.searching.memory_probe import Reserve
 from bitplan.searching.run import SearchOptions
 
@@ -71,13 +71,14 @@ def main() -> None:
     reserved = reserve.at(given.context).nbytes
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
+        folder = given.folder or Path(scratch, "fit")
         for room in given.room:
             result = bitplan.fit(
                 given.model,
                 goal=FitGoal(reserved + int(room * 1e6), given.context, given.batch),
                 text=given.text.read_text(),
                 formats=FORMATS,
-                out=given.folder or Path(scratch, "fit"),
+                out=folder,
                 options=SearchOptions(windows=given.windows),
             )
             packed = Path(scratch, f"packed-{room:g}")
@@ -97,6 +98,7 @@ def main() -> None:
             }
             rows.append(row)
             print(json.dumps(row), flush=True)
+        found = (folder / FIT).read_text().replace(str(given.model), given.model.name)
     document = {
         "benchmark": "fit",
         "commit": commit(),
@@ -105,10 +107,10 @@ def main() -> None:
         "model": given.model.name,
         "context": given.context,
         "batch": given.batch,
-        "rows": rows,
-        "fit": result.to_document() | {"model": given.model.name},
     }
-    print(save(f"fit_{given.model.stem.lower()}", document, given.output))
+    name, page = f"fit_{given.model.stem.lower()}", {"fit": json.loads(found)}
+    print(save(name, document | {"rows": rows}, given.output))
+    print(save(f"{name}_page", document | page, given.output and given.output.with_stem(f"{given.output.stem}_page")))
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ def search_picture() -> str:
 
 def fit_picture() -> str:
     """KL against memory, of the last fit of the benchmark."""
-    found = RecordFields(json.loads((RESULTS / "fit_lm26m.json").read_text())["fit"], "fit_lm26m.json")
+    found = RecordFields(json.loads((RESULTS / "fit_lm26m_page.json").read_text())["fit"], "fit_lm26m_page.json")
     return _standalone(kl_frame(found, list(found.each("landscape")), "memory", "context").svg())
 
 

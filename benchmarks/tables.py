@@ -826,7 +826,7 @@ PLACES = {  # page: its tables
     "docs/choosing.md": (choosing_table, training_choice_table),
     "docs/figures.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (small_quality_table,),
-    "docs/packed.md": (decode_table, decode_small_table, launched_table, prompts_table),
+    "docs/packed.md": (decode_table, launched_table, prompts_table),
     "docs/streaming.md": (streaming_table, streaming_auto_table),
     "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (
@@ -849,6 +849,9 @@ PLACES = {  # page: its tables
         rounding_gguf_table,
         fused_table,
         quality_table,
+        decode_small_table,
+        families_table,
+        folder_families_table,
         trees_table,
     ),
     "docs/trees.md": (
@@ -856,7 +859,7 @@ PLACES = {  # page: its tables
         trees_fits_table,
         trees_gpu_table,
     ),
-    "docs/engines.md": (engines_table, families_table, folders_table, folder_families_table, vllm_table),
+    "docs/engines.md": (engines_table, folders_table, vllm_table),
     "docs/search.md": (searched_table, searched_smollm2_table),
     "docs/fit.md": (fit_table,),
 }

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from bitplan.base.errors import ArgumentError, PlanError, did_you_mean
+from bitplan.base.errors import ArgumentError, PlanError, StoreError, did_you_mean
 from bitplan.files.models.decoded_in_eval import Morphed
 from bitplan.formats import Format, get_format
 from bitplan.formats.dispatch import encode
@@ -431,6 +431,8 @@ def _held(tensors: _Tensors, name: str) -> Tensor | PackedWeight:
         return tensors.packed[name]
     if name in tensors.places:
         parameter: Tensor = tensors.places[name].parameter
+        if nn.parameter.is_lazy(parameter):
+            raise StoreError(f"{name}: has no shape yet; run the model once, so that its lazy layers get their weights")
         return parameter
     module, local = tensors.buffers[name]
     buffer: Tensor | None = module._buffers[local]

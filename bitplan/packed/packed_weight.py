@@ -46,6 +46,18 @@ class Listener(Protocol):
         """The weight of this token changed or is gone."""
 
 
+class _ReadAsNumbersError(StoreError, AttributeError):
+    """Code of a model computes with a packed weight; an AttributeError too, so that `hasattr` says no."""
+
+    def __init__(self, called: str, weight: PackedWeight | None) -> None:
+        what = "a packed weight" if weight is None else f"a weight of shape {weight.shape} in {weight.fmt.name}"
+        super().__init__(
+            f"{called} got {what}: the model's code reads this weight itself, not through its layer, so it cannot be "
+            "packed; quantize the model again and leave it as it is",
+            settings={"keep": "NAME"},
+        )
+
+
 class PackedWeight(EncodedModule):
     """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts."""
 
@@ -76,14 +88,23 @@ class PackedWeight(EncodedModule):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse, because a model's own code reads the weight of a layer as if it were numbers."""
-        name = getattr(func, "__name__", str(func))
         found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)), None)
-        what = "a packed weight" if found is None else f"a weight of shape {tuple(found.shape)} in {found.fmt.name}"
-        raise StoreError(
-            f"{name} got {what}: the model's code reads this weight itself, not through its layer, so it cannot be "
-            "packed; quantize the model again and leave it as it is",
-            settings={"keep": "NAME"},
-        )
+        raise _ReadAsNumbersError(getattr(func, "__name__", str(func)), found)
+
+    def __getattr__(self, name: str) -> Any:
+        """A part by its name; what only a tensor has (`weight.t()`, `weight.norm()`) is refused as above."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not hasattr(Tensor, name):
+                raise
+        raise _ReadAsNumbersError(name, self)
+
+    def _refuse(self, *_: Any) -> Any:
+        raise _ReadAsNumbersError("arithmetic", self)
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = __getitem__ = _refuse
 
     @property
     def encoded(self) -> Encoded:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitplan.formats.gguf.grids import NUMBERS, VectorLayout
 from bitplan.formats.gguf.layouts import BlockParts, Layout
 
 
@@ -135,26 +134,3 @@ def _along(way: Tensor | None, slope: Tensor, hessian: Tensor, at: slice) -> tup
 def _if_better(move: Tensor, rise: Tensor, curve: Tensor) -> Tensor:
     """The move where the error becomes smaller, else none."""
     return torch.where(2 * move * rise > move.square() * curve, move, 0.0)
-
-
-@dataclass
-class VectorScales:
-    """Of [R, filled] numbers: d [R, blocks] and multiples as stored [R, groups], in float32."""
-
-    layout: VectorLayout
-    d: Tensor
-    stored: Tensor
-
-    def steps(self) -> Tensor:
-        """What vectors' numbers are multiplied by, [R, groups]."""
-        wide = self.d.repeat_interleave(NUMBERS // self.layout.group, 1)
-        return wide * self.layout.multiples(self.stored)
-
-    def values(self, v: Tensor) -> Tensor:
-        return v * self.steps().repeat_interleave(self.layout.group, 1)
-
-
-def inverse_of(own: Tensor) -> Tensor:
-    """The inverse of [..., 8, 8] parts of a Hessian, computed in float64."""
-    inverse: Tensor = torch.linalg.inv(own.double())
-    return inverse.float()

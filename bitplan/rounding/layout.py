@@ -14,7 +14,7 @@ from torch import Tensor
 from bitplan.formats import Encoded, Format
 from bitplan.formats.elements import Element, IntegerElement
 from bitplan.formats.gguf.blocks import GgufVectors
-from bitplan.formats.gguf.grids import SIGNED
+from bitplan.formats.gguf.grids import NUMBERS, SIGNED, VectorLayout
 from bitplan.formats.tiles import to_blocks
 
 # ---- numbers of codes ------------------------------------------------------------------------------------------------
@@ -185,3 +185,26 @@ def unordered(ordered: Tensor, at: Tensor) -> Tensor:
     columns = torch.empty_like(ordered)
     columns[:, at] = ordered
     return columns
+
+
+@dataclass
+class VectorScales:
+    """Of [R, filled] numbers: d [R, blocks] and multiples as stored [R, groups], in float32."""
+
+    layout: VectorLayout
+    d: Tensor
+    stored: Tensor
+
+    def steps(self) -> Tensor:
+        """What vectors' numbers are multiplied by, [R, groups]."""
+        wide = self.d.repeat_interleave(NUMBERS // self.layout.group, 1)
+        return wide * self.layout.multiples(self.stored)
+
+    def values(self, v: Tensor) -> Tensor:
+        return v * self.steps().repeat_interleave(self.layout.group, 1)
+
+
+def inverse_of(own: Tensor) -> Tensor:
+    """The inverse of [..., 8, 8] parts of a Hessian, computed in float64."""
+    inverse: Tensor = torch.linalg.inv(own.double())
+    return inverse.float()

@@ -29,8 +29,7 @@ from bitplan.formats.gguf.grids import (
 )
 from bitplan.formats.gguf.search import column_weights
 from bitplan.rounding.error_compensation import OrderedFactor
-from bitplan.rounding.group_scales import VectorScales, inverse_of
-from bitplan.rounding.layout import unordered
+from bitplan.rounding.layout import VectorScales, inverse_of, unordered
 from bitplan.rounding.pick_loops import is_compiled
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from bitplan.base.loops.jit import compiled, on_threads
 from bitplan.formats.gguf.cpu_vector_search import book_of, empty_room, nearest_eight, numbers_of_eight
 from bitplan.formats.gguf.grids import MOST, NUMBERS, VectorLayout
-from bitplan.rounding.group_scales import VectorScales, inverse_of
+from bitplan.rounding.layout import VectorScales, inverse_of
 from bitplan.rounding.round_columns_cpu import as_half, rows_at_once, sweep_pieces
 
 F32 = np.float32

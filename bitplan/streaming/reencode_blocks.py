@@ -418,7 +418,7 @@ class BlockUpkeep:
         self._refuse_thawed(full_name, block, one, held)
 
     def _refuse_thawed_weights(self, block: StreamedBlock) -> None:
-        """Refuse a weight that requires gradients now and did not when the stream was opened."""
+        """Refuse a weight that requires gradients now and did not when the stream was opened, or has hooks."""
         for name, one in block.parameters.items():
             module, local = one.places[0]
             if module._parameters.get(local) is one.parameter:  # else `read` refuses
@@ -431,6 +431,11 @@ class BlockUpkeep:
             raise StreamError(
                 f"{full_name} requires gradients now and is streamed as frozen, so it would never get one; call "
                 "requires_grad_(False) on it, or close the stream and stream again"
+            )
+        if held._backward_hooks or held._post_accumulate_grad_hooks:
+            raise StreamError(
+                f"{full_name} has hooks, and its gradient goes to the host past them, so they would never run; remove "
+                "them, or keep this block out of the stream"
             )
 
     # ---- weights that are trained ------------------------------------------------------------------------------------

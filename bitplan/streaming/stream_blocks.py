@@ -19,6 +19,7 @@ ones, and autograd saves places instead of weights (`saved_tensors`).
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -298,6 +299,7 @@ class BlockStream:
         """
         self._check_open()
         if self._step is not None:
+            self._warn_of_lost_gradients(step)
             self._abandon()
         if self.training is not None:
             self.training.wait_checked()
@@ -313,6 +315,19 @@ class BlockStream:
         self._loader.start(step, recorder)
         self._step = step
         self._telemetry.flush()
+
+    def _warn_of_lost_gradients(self, step: int) -> None:
+        """A loop without end_step trains nothing; a step that failed, or is done again, is dropped on purpose."""
+        training = self.training
+        if training is None or self._step is None or step <= self._step or training.find_failure() is not None:
+            return
+        if training.gradients.expected and not training.gradients.unfinished:
+            warnings.warn(
+                f"step {self._step} was not ended, so its gradients are dropped and its streamed weights not trained; "
+                "call end_step() after your optimizer's step",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _join_processes(self) -> None:
         """Train with the other processes of the group; it may be younger than the stream, as a trainer makes it."""

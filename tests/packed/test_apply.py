@@ -569,3 +569,8 @@ def test_a_state_dict_of_packed_parts_is_no_file_of_weights(tmp_path: Path) -> N
         FileFormatError, match=r"'0.weight' lies here as parts of a packed weight, as state_dict\(\) of"
     ):
         open_tensors(tmp_path / "parts.safetensors")
+
+
+def test_a_layer_that_has_no_shape_yet_is_refused_by_name() -> None:
+    with pytest.raises(StoreError, match=r"0\.weight: has no shape yet; run the model once"):
+        apply_plan(nn.Sequential(nn.LazyLinear(64)), {"*weight": "int8_row", "*": "float32"})

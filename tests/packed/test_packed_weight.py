@@ -174,3 +174,15 @@ def test_code_that_multiplies_by_a_packed_weight_is_told_to_keep_it() -> None:
         weight @ torch.ones(64, 1)
     with pytest.raises(StoreError, match=said):
         torch.nn.functional.linear(torch.ones(1, 64), weight)  # type: ignore[arg-type]
+    for compute in (
+        lambda: weight * 2,
+        lambda: 2 - weight,
+        lambda: -weight,
+        lambda: weight[0],
+        lambda: weight.t(),
+        lambda: weight.norm(),
+    ):
+        with pytest.raises(StoreError, match=said):
+            compute()
+    assert not hasattr(weight, "t")
+    assert weight.data.dtype == torch.int8

@@ -207,3 +207,39 @@ def test_a_scaler_without_an_optimizer_and_one_that_is_off():
         pytest.raises(StreamError, match="train='adapters' streams no"),
     ):
         stream.unscale_gradients(scaler)
+
+
+def test_a_loop_without_end_step_is_told_that_nothing_is_trained():
+    model = make_stack(adapters=False)
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+        stream.begin_step(0)  # the same step again, on purpose
+        model(batch(0)).square().mean().backward()
+        with pytest.warns(
+            UserWarning, match=r"step 0 was not ended, so its gradients are dropped .* call end_step\(\)"
+        ):
+            stream.begin_step(1)
+        stream.begin_step(2)  # had no gradients
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_of_streamed_weights_are_refused(register):
+    model = make_stack(adapters=False)
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        stream.begin_step(0)
+        stream.end_step()
+        hook = getattr(model.layers[1].up.weight, register)(lambda _: None)
+        with pytest.raises(
+            StreamError, match=r"layers\.1\.up\.weight has hooks, and its gradient goes to the host past"
+        ):
+            stream.begin_step(1)
+        hook.remove()
+        stream.begin_step(1)
+
+
+def test_masters_of_float64_weights_are_refused():
+    model = make_stack(adapters=False).double()
+    refused = pytest.raises(StreamError, match=r"layers\.0\.\S+ is float64, and train='weights' learns in float32")
+    with refused, streaming(model, train="weights"):
+        pass

@@ -6,6 +6,7 @@ read, encoded and written one at a time; one that is packed already in the wante
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -50,6 +51,7 @@ from bitplan.plan.format_choices import Substitutes, give_inputs
 from bitplan.plan.structure.model_view import ModelView
 
 PLAIN = ("bfloat16", "float16", "float32")
+_INNER = re.compile(r"(layers|h|blocks)\.\d+\.")  # names of blocks in a model without its head
 DEFAULT_TYPE = "bfloat16"
 _NOT_PACKED = {"router", "embedding", "position_embedding", "norm", "convolution", "bias", "scale"}
 Pack = Callable[[Encoded, "OutputTensor", str], list[Tensor]]
@@ -131,6 +133,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
                 f"{request.source}: is quantized in a way that bitplan does not read; "
                 "export the model that it was made from"
             )
+        if target != "hf":
+            _refuse_names_of_a_part(file, config, request.source)
         check_packed_output(request.output, inputs=file.files, force=request.force)
         plan = plan_for_file(
             file,
@@ -145,6 +149,22 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             inputs = folder_inputs(config, folder)
         plan = give_inputs(plan, inputs, "export")
     return FolderSource(file, folder, unquantized_config(config), plan)
+
+
+def _refuse_names_of_a_part(file: TensorFile, config: Mapping[str, Any], source: Path) -> None:
+    """Engines find layers by their whole names; those of a base model alone would stay unpacked codes, unread."""
+    kinds = config.get("architectures") or []
+    kind = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
+    inner = next((name for name in file.specs if _INNER.match(name)), None)
+    if inner is not None and kind.endswith(("ForCausalLM", "LMHeadModel")):
+        written = "; ".join(
+            f"transformers.{name}.from_pretrained({str(source)!r}).save_pretrained('WHOLE')"
+            for name in (kind, "AutoTokenizer")
+        )
+        raise StoreError(
+            f"{source}: holds {inner!r} under the name that it has inside of a {kind}, where engines find no layer; "
+            f"write the whole model first: {written}"
+        )
 
 
 def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[str]) -> WeightEvidence | None:

@@ -20,7 +20,14 @@ from torch import Tensor
 from bitplan.base.errors import StoreError
 from bitplan.base.records import require_unchanged, stamps_of
 from bitplan.files.certificate import certificate_of, proof_of, written_plan
-from bitplan.files.engines.gguf_metadata import ModelConfig, is_gpt_oss, model_metadata, rope_factors, text
+from bitplan.files.engines.gguf_metadata import (
+    ModelConfig,
+    is_gpt_oss,
+    model_metadata,
+    rope_factors,
+    shorter_context,
+    text,
+)
 from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
 from bitplan.files.engines.targets import (
@@ -151,7 +158,13 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
             evidence.require_use(source for item in outgoing if item.is_packed for source in item.sources)
             metadata |= statistics.gguf_keys if isinstance(statistics, ImatrixFile) else {}
         opened.pop_all()
-        return GGUFExport(request, file, evidence, outgoing, metadata, left_out, plan)
+        prepared = GGUFExport(request, file, evidence, outgoing, metadata, left_out, plan)
+        if not isinstance(file, GGUFTensors) and (window := shorter_context(ModelConfig(folder))):
+            prepared.report.notes.append(
+                f"attention reaches back {window} tokens here, and to the beginning in llama.cpp's code for it: "
+                f"the file says a context of {window} tokens, in which both compute the same"
+            )
+        return prepared
 
 
 def _same_names(file: TensorFile, plan: Plan) -> Iterator[OutputTensor]:

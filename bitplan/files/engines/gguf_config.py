@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import is_number, show
 from bitplan.base.errors import StoreError
-from bitplan.files.engines.gguf_metadata import YARN_BETAS, ModelConfig, rope_factors
+from bitplan.files.engines.gguf_metadata import LOCAL_ROTATIONS, YARN_BETAS, ModelConfig, rope_factors
 from bitplan.files.gguf import GGUFValue
 from bitplan.files.gpt_oss.config import ONLY_GGUF
 from bitplan.files.tensor_file import TensorFile
@@ -19,7 +19,6 @@ _TYPES: dict[str, dict[bool, str]] = {}
 for _kind, _family in GGUF_FAMILIES.items():
     if _family.model_class:
         _TYPES.setdefault(_family.architecture, {})[_family.experts is not None] = _kind
-_LOCAL_ROTATIONS = 10_000.0  # of Gemma's layers that look at a window
 _GEMMA_PATTERN = 6
 ROTATIONS = "rope_freqs.weight"  # of llama 3: a divisor for each frequency
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every llama 3 that was published
@@ -43,13 +42,15 @@ class _Said:
 
     def number(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
+        if isinstance(value, Sequence) and not isinstance(value, str) and len({*value}) == 1:
+            value = int(value[0])  # one for each layer, all the same
         if type(value) is not int or value <= 0:
             raise StoreError(
                 f"{self.path}: {self.architecture}.{key} must be a whole number above zero, got {show(value)}"
             )
         return value
 
-    def real(self, key: str, default: float) -> float:
+    def real(self, key: str, default: float | None = None) -> float:
         """A float32 as the short number that it was made of."""
         value = self.get(key, default)
         if not is_number(value):
@@ -77,6 +78,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     kind = kinds.get(bool(experts)) or next(iter(kinds.values()))
     heads, width = said.number("attention.head_count"), said.number("embedding_length")
     size = said.number("attention.key_length", said.number("rope.dimension_count", width // heads))
+    _refuse_other_computations(said, size)
     config: dict[str, Any] = {
         "architectures": [GGUF_FAMILIES[kind].model_class],
         "model_type": kind,
@@ -88,7 +90,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
         "num_key_value_heads": said.number("attention.head_count_kv", heads),
         "head_dim": size,
         "max_position_embeddings": said.number("context_length"),
-        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon", 1e-6),
+        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
         "vocab_size": file.spec("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in file.specs,
         "bos_token_id": said.token("bos"),
@@ -98,6 +100,7 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     }
     if said.architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.specs
+        config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.specs
     if experts:
         config |= {"num_local_experts": experts, "num_experts_per_tok": said.number("expert_used_count")}
     if kind == "mixtral":
@@ -110,6 +113,19 @@ def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     if ROTATIONS in file.specs:
         config["rope_parameters"] |= _llama_3(path, file, config)
     return config
+
+
+def _refuse_other_computations(said: _Said, head_size: int) -> None:
+    """Refuse what llama.cpp reads and transformers' model of the architecture has no place for."""
+    usual: dict[str, float] = {"rope.dimension_count": head_size, "attention.causal": True}
+    if said.architecture == "gemma3":
+        usual |= {"rope.freq_base_swa": LOCAL_ROTATIONS, "final_logit_softcapping": 0, "attn_logit_softcapping": 0}
+    for key, value in usual.items():
+        if said.get(key, value) != value:
+            raise StoreError(
+                f"{said.path}: {said.architecture}.{key} is {show(said.get(key))}, which no config.json that is made "
+                f"here says (it has {show(value)}); give the model's folder"
+            )
 
 
 def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -131,7 +147,8 @@ def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, 
 
 def _rotations(said: _Said) -> dict[str, Any]:
     rotations: dict[str, Any] = {"rope_theta": said.real("rope.freq_base", 10_000.0), "rope_type": "default"}
-    kind = said.get("rope.scaling.type", "none")
+    factor = said.real("rope.scaling.factor", said.real("rope.scale_linear", 0.0)) or 1.0  # an older name of it
+    kind = said.get("rope.scaling.type", "none" if factor == 1 else "linear")
     unusual = [key for key, usual in ONLY_GGUF.items() if said.real(key, usual) != usual]
     if kind not in ("none", "linear", "yarn") or unusual:
         raise StoreError(
@@ -139,7 +156,7 @@ def _rotations(said: _Said) -> dict[str, Any]:
             "config.json that is made here says; give the model's folder"
         )
     if kind != "none":
-        rotations |= {"rope_type": kind, "factor": said.real("rope.scaling.factor", 1.0)}
+        rotations |= {"rope_type": kind, "factor": factor}
         if said.get("rope.scaling.original_context_length"):
             rotations["original_max_position_embeddings"] = said.number("rope.scaling.original_context_length")
     if kind == "yarn":
@@ -160,6 +177,6 @@ def _gemma(said: _Said, size: int) -> dict[str, Any]:
         "hidden_activation": "gelu_pytorch_tanh",
         "rope_parameters": {
             "full_attention": rotations,
-            "sliding_attention": {"rope_theta": _LOCAL_ROTATIONS, "rope_type": "default"},
+            "sliding_attention": {"rope_theta": LOCAL_ROTATIONS, "rope_type": "default"},
         },
     }

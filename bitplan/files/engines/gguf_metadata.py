@@ -23,6 +23,7 @@ _MOST_LAYERS = 10_000
 _MOST_TOKENS = 2**20  # a list of them is made, with names for those that no tokenizer has
 YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # and what both sides take where a config has none
 _GEMMA_PATTERN = 6  # llama.cpp's own where a file says nothing
+LOCAL_ROTATIONS = 10_000.0  # of Gemma's layers that look at a window
 
 
 def text(value: str) -> GGUFValue:
@@ -176,6 +177,35 @@ def _check_computation(config: ModelConfig) -> None:
             f"{config.path}: query_pre_attn_scalar is {show(scale)}; llama.cpp's gemma3 takes the size of a head, "
             f"{config.head_size}"
         )
+    if family.architecture == "gemma3":
+        _check_gemma(config)
+
+
+def _check_gemma(config: ModelConfig) -> None:
+    """Settings of Gemma 3 that llama.cpp takes for granted."""
+    by_layer = config.mapping("rope_parameters").get("sliding_attention")
+    near = by_layer if isinstance(by_layer, dict) else {"rope_theta": config.get("rope_local_base_freq")}
+    taken = {
+        "the window's rope_theta": (near.get("rope_theta") or LOCAL_ROTATIONS, LOCAL_ROTATIONS),
+        "the window's rope_type": (near.get("rope_type", "default"), "default"),
+        "use_bidirectional_attention": (config.get("use_bidirectional_attention", False), False),
+        "attn_logit_softcapping": (config.get("attn_logit_softcapping"), None),
+        "final_logit_softcapping": (config.get("final_logit_softcapping"), None),
+    }
+    for key, (said, usual) in taken.items():
+        if said != usual:
+            raise StoreError(f"{config.path}: {key} is {show(said)}; llama.cpp's gemma3 computes with {show(usual)}")
+
+
+def shorter_context(config: ModelConfig) -> int | None:
+    """The attention window, if llama.cpp has none for the architecture: within it both compute the same."""
+    has_switch = config.model_type.startswith("qwen")
+    kinds = config.get("layer_types") or ["sliding_attention"]
+    used = config.get("use_sliding_window", False) if has_switch else "sliding_attention" in kinds
+    if config.family.architecture == "gemma3" or not used or not config.get("sliding_window"):
+        return None
+    window = config.number("sliding_window")
+    return window if window < config.number("max_position_embeddings") else None
 
 
 def _window_pattern(config: ModelConfig) -> int:
@@ -199,7 +229,7 @@ def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
     _check_computation(config)
     own = {
         "block_count": whole(config.layers),
-        "context_length": whole(config.number("max_position_embeddings")),
+        "context_length": whole(shorter_context(config) or config.number("max_position_embeddings")),
         "embedding_length": whole(config.number("hidden_size")),
         "feed_forward_length": whole(config.number("intermediate_size")),
         "attention.head_count": whole(config.heads),

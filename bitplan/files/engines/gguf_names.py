@@ -75,7 +75,10 @@ class GGUFNames:
     def check_whole(self, found: set[str]) -> None:
         """A model by half loads in no engine: say so here."""
         wanted = {"token_embd.weight", "output_norm.weight"}
-        wanted |= {f"blk.{layer}.attn_norm.weight" for layer in range(self._config.layers)}
+        if self._config.get("tie_word_embeddings") is False:
+            wanted.add("output.weight")  # llama.cpp takes the embedding in its place
+        own = {name.split(".", 2)[2] for name in found if name.startswith("blk.")} | {"attn_norm.weight"}
+        wanted |= {f"blk.{layer}.{name}" for layer in range(self._config.layers) for name in own}
         if missing := sorted(wanted - found):
             raise StoreError(
                 f"{self._where}: no tensor becomes {missing[0]!r}; the checkpoint lacks a part of the model"
@@ -135,7 +138,7 @@ def _candidates(config: ModelConfig) -> Iterator[tuple[str, int | None]]:
         yield from ((f"{block}.{name}.{kind}", None) for name in BLOCK_ATTENTION for kind in ("weight", "bias"))
         yield from ((f"{block}.{name}.weight", None) for name in BLOCK_NORMS)
         if experts is None:
-            yield from ((f"{block}.{name}.weight", None) for name in BLOCK_FEED)
+            yield from ((f"{block}.{name}.{kind}", None) for name in BLOCK_FEED for kind in ("weight", "bias"))
             continue
         yield f"{block}.{experts.router}.weight", None
         parts = (experts.gate, experts.up, experts.down)

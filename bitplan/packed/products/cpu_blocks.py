@@ -7,6 +7,10 @@ planes, converted, multiplied by their group's scale, and its minimum is added. 
 float32. Numbers come in their own order, so inputs are read where they lie.
 
 A tile is 4 rows of the weight times one input, or 2 times 4; blocks go past it one after the other.
+
+**Inputs in 8 bits** (`cpu_integers`) are multiplied by codes as bytes, 32 at a time: four neighbours in each of 8
+lanes, which have their group's scale. Beside 32 codes of an input lie 8 sums of four of them: times minus the offset by
+which codes were made unsigned, where sums of products begin; or in float32, to be multiplied by the group's minimum.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -23,10 +28,25 @@ from bitplan.base.loops.addresses import prefetch_later, read, take, write, zero
 from bitplan.base.loops.cpu_features import features
 from bitplan.base.loops.jit import inlined, merged
 from bitplan.base.loops.openmp_threads import c_function
-from bitplan.base.loops.vectors import VectorWriter, define
+from bitplan.base.loops.vectors import VectorType, VectorWriter, define
 from bitplan.formats.gguf.layouts import LAYOUTS, Layout
+from bitplan.packed.products.cpu_integers import (
+    BLOCK,
+    DOTS,
+    IS_X86,
+    OFFSETS,
+    dot_of,
+    numbers_at,
+    ones_like,
+    rounded_block,
+    scale_of_token,
+    splat,
+    zero_words,
+)
 from bitplan.packed.products.cpu_rows import (
+    BY_TOKEN,
     CODES,
+    CODES_STRIDE,
     COUNT,
     F32,
     FIRST,
@@ -53,6 +73,7 @@ from bitplan.packed.products.cpu_rows import (
 
 INT8, INT16, INT32, INT64, FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 FLOATS = ir.VectorType(FLOAT, LANES)
+WORDS, OF_WORDS, CODES_32 = ir.VectorType(INT32, 8), ir.VectorType(FLOAT, 8), ir.VectorType(INT8, BLOCK)
 
 
 def _constants(kind: Any, numbers: Any) -> Any:
@@ -97,18 +118,17 @@ class _Block:
         builder, layout = self.builder, self.layout
         if layout.scale_low == -128:
             return self.load("scales", 0, ir.VectorType(INT8, 16)), None
-        if layout.table is not None:  # IQ4_XS: two bits of each, then four
-            two = self.load("scales", 0, ir.VectorType(INT8, 2))
-            four = self.load("scales", 2, ir.VectorType(INT8, 4))
-            two = builder.lshr(self.writer.shuffle(two, two, [0] * 4 + [1] * 4), _constants(INT8, [0, 2, 4, 6] * 2))
-            two = builder.shl(builder.and_(two, _constants(INT8, [3] * 8)), _constants(INT8, [4] * 8))
-            four = builder.lshr(self.writer.shuffle(four, four, [0, 0, 1, 1, 2, 2, 3, 3]), _constants(INT8, [0, 4] * 4))
-            both = builder.or_(two, builder.and_(four, _constants(INT8, [15] * 8)))
-            return builder.sub(both, _constants(INT8, [32] * 8)), None
+        if layout.table is not None:  # IQ4_XS: two bits of all, then four
+            second, first = self.load("scales", 0, INT16), self.load("scales", 2, INT32)
+            four = self._fields(first, range(0, 32, 4), 15)
+            two = self._fields(builder.zext(second, INT32), range(0, 16, 2), 3)
+            both = builder.or_(four, builder.shl(two, _constants(INT32, [4] * 8)))
+            return builder.trunc(builder.sub(both, _constants(INT32, [32] * 8)), ir.VectorType(INT8, 8)), None
         if not layout.has_min:  # Q3_K: four bits of all, then two
             first, second = self.load("scales", 0, INT64), self.load("scales", 8, INT32)
-            four = self._fields(first, (0, 4), 0x0F0F0F0F0F0F0F0F)
-            two = self._fields(second, (0, 2, 4, 6), 0x03030303)
+            of_all = ir.VectorType(INT8, 16)
+            four = builder.bitcast(self._fields(first, (0, 4), 0x0F0F0F0F0F0F0F0F), of_all)
+            two = builder.bitcast(self._fields(second, (0, 2, 4, 6), 0x03030303), of_all)
             both = builder.or_(four, builder.shl(two, _constants(INT8, [4] * 16)))
             return builder.sub(both, _constants(INT8, [32] * 16)), None
         if layout.scale_high == 15:  # Q2_K
@@ -129,14 +149,13 @@ class _Block:
             made.append(builder.bitcast(pair, ir.VectorType(INT8, 8)))
         return made[0], made[1]
 
-    def _fields(self, word: Any, shifts: tuple[int, ...], mask: int) -> Any:
-        """Bytes of a word, then the same shifted, ..., masked."""
+    def _fields(self, word: Any, shifts: Sequence[int], mask: int) -> Any:
+        """A word, shifted to the right by each of these, and masked."""
         count, kind = len(shifts), word.type
         nothing = ir.Constant(ir.VectorType(kind, 1), ir.Undefined)
         one = self.builder.insert_element(nothing, word, ir.Constant(INT32, 0))
         words = self.builder.lshr(self._splat(one, 0, count), _constants(kind, shifts))
-        words = self.builder.and_(words, _constants(kind, [mask] * count))
-        return self.builder.bitcast(words, ir.VectorType(INT8, 16))
+        return self.builder.and_(words, _constants(kind, [mask] * count))
 
     def _floats(self, codes: Any) -> Any:
         """Signed bytes as float32."""
@@ -201,18 +220,53 @@ class _Block:
 
     def _looked_up(self, k: int) -> Any:
         """Numbers of the layout's table at the places that 4-bit codes name, as int32."""
+        builder = self.builder
+        found = self._sixteen(k - k % 16, 0)
+        found = self.writer.shuffle(found, found, [k % 16 + lane for lane in range(LANES)])
+        return builder.sext(found, ir.VectorType(INT32, LANES))
+
+    def _sixteen(self, k: int, offset: int) -> Any:
+        """16 codes of 4 bits from k on, or the numbers of the layout's table at these places, as bytes."""
         builder, bytes_ = self.builder, ir.VectorType(INT8, 16)
-        assert self.layout.table is not None
-        byte, first = self._place(0, k - k % 16)
+        byte, first = self._place(0, k)
         codes = self.load("plane0", byte, bytes_)
         if first:
             codes = builder.lshr(codes, _constants(INT8, [4] * 16))
         else:
             codes = builder.and_(codes, _constants(INT8, [15] * 16))
+        if self.layout.table is None:
+            return codes
         name = "llvm.aarch64.neon.tbl1.v16i8" if "neon" in features() else "llvm.x86.ssse3.pshuf.b.128"
-        found = self.writer.call(name, bytes_, [_constants(INT8, self.layout.table), codes])
-        found = self.writer.shuffle(found, found, [k % 16 + lane for lane in range(LANES)])
-        return builder.sext(found, ir.VectorType(INT32, LANES))
+        table = _constants(INT8, [number + offset for number in self.layout.table])
+        return self.writer.call(name, bytes_, [table, codes])
+
+    # ---- bytes of 32 codes -------------------------------------------------------------------------------------------
+
+    def codes(self, k: int) -> Any:
+        """32 codes from k on, with their offset."""
+        builder, layout, offset = self.builder, self.layout, _offset(self.layout)
+        made, shift = None, 0
+        for plane, (bits, run) in enumerate(layout.planes):
+            if run == 16:
+                halves = self._sixteen(k, offset), self._sixteen(k + 16, offset)
+                codes = self.writer.shuffle(*halves, range(BLOCK))
+            elif run == 1:
+                of_all = builder.bitcast(self.load(f"plane{plane}", 0, INT32), ir.VectorType(ir.IntType(1), BLOCK))
+                codes = builder.zext(of_all, CODES_32)
+            else:
+                byte, first = self._place(plane, k)
+                codes = self.load(f"plane{plane}", byte, CODES_32)
+                codes = builder.lshr(codes, _constants(INT8, [first] * BLOCK)) if first else codes
+                codes = builder.and_(codes, _constants(INT8, [2**bits - 1] * BLOCK)) if first + bits < 8 else codes
+            codes = builder.shl(codes, _constants(INT8, [shift] * BLOCK)) if shift else codes
+            made = codes if made is None else builder.or_(made, codes)
+            shift += bits
+        signed = layout.low + offset if layout.table is None else 0
+        return builder.add(made, _constants(INT8, [signed] * BLOCK)) if signed else made
+
+    def of_lanes(self, vector: Any, k: int) -> Any:
+        """The number of each group, on lanes that hold four codes each, of 32 from k on."""
+        return self.writer.shuffle(vector, vector, [(k + 4 * lane) // self.layout.group for lane in range(8)])
 
 
 def _tile(layout: Layout, rows: int, inputs: int) -> Any:
@@ -250,13 +304,63 @@ def _decoder(layout: Layout) -> Any:
     return define(2, lambda _address, _to: types.void, emit)
 
 
-def _steps(name: str) -> tuple[Any, Any, Any]:
-    layout = LAYOUTS[name]
-    return _tile(layout, 4, 1), _tile(layout, 2, 4), _decoder(layout)
+def _kind(layout: Layout) -> str:
+    return "integers" if layout.table is None else "bytes"
+
+
+def _offset(layout: Layout) -> int:
+    """What is added to numbers before scaling, so that bytes are what `DOTS` takes."""
+    if layout.table is not None:
+        return OFFSETS["bytes"]
+    return -layout.low if IS_X86 else 0
+
+
+def _integer_tile(layout: Layout) -> Any:
+    """(addresses of a block in four rows, of its inputs' codes, sums): sums with its products."""
+
+    def emit(writer: VectorWriter, codes: Any, x: Any, sums: Any) -> Any:
+        builder, fma = writer.builder, "llvm.fma.v8f32"
+        blocks = [_Block(writer, layout, builder.extract_value(codes, row)) for row in range(4)]
+        made = [builder.extract_value(sums, row) for row in range(4)]
+
+        def load(offset: int, kind: Any) -> Any:
+            place = builder.add(x, ir.Constant(INT64, offset))
+            return builder.load(builder.inttoptr(place, ir.PointerType(kind)), align=1)
+
+        for k in range(0, layout.numbers, BLOCK):
+            inputs, scale = load(3 * k, CODES_32), load(3 * k + 2 * BLOCK, OF_WORDS)
+            beside = load(3 * k + BLOCK, OF_WORDS if layout.has_min else WORDS)
+            start = ir.Constant(WORDS, None) if layout.has_min else beside
+            for row, block in enumerate(blocks):
+                products = builder.sitofp(DOTS[_kind(layout)](writer, start, block.codes(k), inputs), OF_WORDS)
+                both = builder.fmul(block.of_lanes(block.scales, k), scale)
+                made[row] = writer.call(fma, OF_WORDS, [products, both, made[row]])
+                if block.lows is not None:
+                    made[row] = writer.call(fma, OF_WORDS, [block.of_lanes(block.lows, k), beside, made[row]])
+        return cgutils.pack_array(builder, made)
+
+    return define(3, lambda _codes, _x, sums: sums, emit)
+
+
+def _beside(layout: Layout) -> Any:
+    """(sums of four codes of an input, their scale): what lies beside these codes."""
+
+    def emit(writer: VectorWriter, sums: Any, scale: Any) -> Any:
+        if layout.has_min:
+            return writer.builder.fmul(writer.builder.sitofp(sums, OF_WORDS), splat(writer, scale, 8))
+        return writer.builder.mul(sums, _constants(INT32, [-_offset(layout)] * 8))
+
+    kind = VectorType(types.float32 if layout.has_min else types.int32, 8)
+    return define(2, lambda _sums, _scale: kind, emit)
+
+
+# A float32 on 8 lanes.
+_repeated_8 = define(1, lambda number: VectorType(number, 8), lambda writer, number: splat(writer, number, 8))
+_dot = dot_of("integers")
 
 
 @inlined
-def _padded_inputs(job, mine):
+def _padded(job, mine):
     """The address of inputs and the bytes from one to the next: where they lie, or with zeros up to whole blocks and
     tiles.
     """
@@ -284,37 +388,79 @@ def _prefetch(address, size):
         prefetch_later(address + LINE * line)
 
 
+@inlined
+def _four_blocks(job, n, block, size):
+    """Where a block of each of four rows lies; those of the next four are asked for."""
+    a, b, c, d = four_rows(job, CODES, n)
+    at, later = size * block, size * block + 4 * field(job, CODES_STRIDE)
+    _prefetch(a + later, size)
+    _prefetch(b + later, size)
+    _prefetch(c + later, size)
+    _prefetch(d + later, size)
+    return a + at, b + at, c + at, d + at
+
+
 @merged
 def _products(job, tile_4x1, tile_2x4, numbers, size):
     """The job of a format whose blocks have this many numbers and bytes."""
     inputs, rows, piece, blocks = field(job, INPUTS), field(job, ROWS), field(job, PIECE), field(job, COUNT) // numbers
     mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
-    x, stride = _padded_inputs(job, mine)
+    x, stride = _padded(job, mine)
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         stop = min(first + piece, rows)
         if inputs == 1:
             for n in range(first, stop, 4):
-                a, b, c, d = four_rows(job, CODES, n)
                 sums = zero_tile(4, LANES)
                 for block in range(blocks):
-                    at = size * block
-                    _prefetch(a + at + 4 * size * blocks, size)
-                    _prefetch(b + at + 4 * size * blocks, size)
-                    _prefetch(c + at + 4 * size * blocks, size)
-                    _prefetch(d + at + 4 * size * blocks, size)
-                    sums = tile_4x1((a + at, b + at, c + at, d + at), x + 4 * numbers * block, 0, sums)
+                    sums = tile_4x1(_four_blocks(job, n, block, size), x + 4 * numbers * block, stride, sums)
                 write_4x1(job, n, 0, sums)
         else:
             for n in range(first, stop, 2):
                 e, f = two_rows(job, CODES, n)
                 for tile in range(0, inputs, 4):
                     m = min(tile, max(inputs - 4, 0))
-                    here, sums8 = x + m * stride, zero_tile(8, LANES)
+                    sums8 = zero_tile(8, LANES)
                     for block in range(blocks):
-                        at = size * block
-                        sums8 = tile_2x4((e + at, f + at), here + 4 * numbers * block, stride, sums8)
+                        at, here = size * block, x + m * stride + 4 * numbers * block
+                        sums8 = tile_2x4((e + at, f + at), here, stride, sums8)
                     write_2x4(job, n, m, sums8)
+        first = take(job + 8 * NEXT_ROW, piece)
+
+
+def rounded_bytes(inputs: int, padded: int) -> int:
+    """Scratch of a thread for rounded inputs; threads share no cache line."""
+    return 4 * BLOCK + 3 * padded * inputs + 64
+
+
+@inlined
+def _rounded_inputs(job, x, buffer, to, beside):
+    """A row of x -> 32 codes, what lies beside them, their scale on 8 lanes, 32 more codes, ..."""
+    width, by_token = field(job, WIDTH), field(job, BY_TOKEN)
+    of_token = scale_of_token(x, width) if by_token else F32(0)
+    for k in range(0, field(job, COUNT), BLOCK):
+        codes, scale = rounded_block(numbers_at(x, width, k, buffer), by_token, of_token)
+        write(to + 3 * k, codes)
+        write(to + 3 * k + BLOCK, beside(_dot(zero_words(8), ones_like(codes), codes), F32(scale)))
+        write(to + 3 * k + 2 * BLOCK, _repeated_8(F32(scale)))
+
+
+@merged
+def _integer_products(job, tile, beside, numbers, size):
+    """The same with inputs in 8 bits, one after the other; every thread rounds all of them."""
+    inputs, rows, piece, count = field(job, INPUTS), field(job, ROWS), field(job, PIECE), field(job, COUNT)
+    mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+    x = mine + 4 * BLOCK
+    for m in range(inputs):
+        _rounded_inputs(job, field(job, X) + 4 * m * field(job, WIDTH), mine, x + 3 * m * count, beside)
+    first = take(job + 8 * NEXT_ROW, piece)
+    while first < rows:
+        for n in range(first, min(first + piece, rows), 4):
+            for m in range(inputs):
+                sums, here = zero_tile(4, 8), x + 3 * m * count
+                for block in range(count // numbers):
+                    sums = tile(_four_blocks(job, n, block, size), here + 3 * numbers * block, sums)
+                write_4x1(job, n, m, sums)
         first = take(job + 8 * NEXT_ROW, piece)
 
 
@@ -331,19 +477,24 @@ def _decoded(job, decode, numbers, size):
         row = take(job + 8 * NEXT_ROW, piece)
 
 
+def _steps(name: str) -> tuple[Any, ...]:
+    layout = LAYOUTS[name]
+    return _tile(layout, 4, 1), _tile(layout, 2, 4), _decoder(layout), _integer_tile(layout), _beside(layout)
+
+
 # ---- a function for each format -------------------------------------------------------------------------------------
 
 
-_q4_1_4x1, _q4_1_2x4, _q4_1_block = _steps("q4_1_gguf")
-_q5_0_4x1, _q5_0_2x4, _q5_0_block = _steps("q5_0_gguf")
-_q5_1_4x1, _q5_1_2x4, _q5_1_block = _steps("q5_1_gguf")
-_iq4_nl_4x1, _iq4_nl_2x4, _iq4_nl_block = _steps("iq4_nl_gguf")
-_q2_k_4x1, _q2_k_2x4, _q2_k_block = _steps("q2_k_gguf")
-_q3_k_4x1, _q3_k_2x4, _q3_k_block = _steps("q3_k_gguf")
-_q4_k_4x1, _q4_k_2x4, _q4_k_block = _steps("q4_k_gguf")
-_q5_k_4x1, _q5_k_2x4, _q5_k_block = _steps("q5_k_gguf")
-_q6_k_4x1, _q6_k_2x4, _q6_k_block = _steps("q6_k_gguf")
-_iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block = _steps("iq4_xs_gguf")
+_q4_1_4x1, _q4_1_2x4, _q4_1_block, _q4_1_tile, _q4_1_beside = _steps("q4_1_gguf")
+_q5_0_4x1, _q5_0_2x4, _q5_0_block, _q5_0_tile, _q5_0_beside = _steps("q5_0_gguf")
+_q5_1_4x1, _q5_1_2x4, _q5_1_block, _q5_1_tile, _q5_1_beside = _steps("q5_1_gguf")
+_iq4_nl_4x1, _iq4_nl_2x4, _iq4_nl_block, _iq4_nl_tile, _iq4_nl_beside = _steps("iq4_nl_gguf")
+_q2_k_4x1, _q2_k_2x4, _q2_k_block, _q2_k_tile, _q2_k_beside = _steps("q2_k_gguf")
+_q3_k_4x1, _q3_k_2x4, _q3_k_block, _q3_k_tile, _q3_k_beside = _steps("q3_k_gguf")
+_q4_k_4x1, _q4_k_2x4, _q4_k_block, _q4_k_tile, _q4_k_beside = _steps("q4_k_gguf")
+_q5_k_4x1, _q5_k_2x4, _q5_k_block, _q5_k_tile, _q5_k_beside = _steps("q5_k_gguf")
+_iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block, _iq4_xs_tile, _iq4_xs_beside = _steps("iq4_xs_gguf")
+_q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
 
 
 def _q4_1(job):
@@ -354,12 +505,20 @@ def _q4_1_decoded(job):
     _decoded(job, _q4_1_block, 32, 20)
 
 
+def _q4_1_integers(job):
+    _integer_products(job, _q4_1_tile, _q4_1_beside, 32, 20)
+
+
 def _q5_0(job):
     _products(job, _q5_0_4x1, _q5_0_2x4, 32, 22)
 
 
 def _q5_0_decoded(job):
     _decoded(job, _q5_0_block, 32, 22)
+
+
+def _q5_0_integers(job):
+    _integer_products(job, _q5_0_tile, _q5_0_beside, 32, 22)
 
 
 def _q5_1(job):
@@ -370,12 +529,20 @@ def _q5_1_decoded(job):
     _decoded(job, _q5_1_block, 32, 24)
 
 
+def _q5_1_integers(job):
+    _integer_products(job, _q5_1_tile, _q5_1_beside, 32, 24)
+
+
 def _iq4_nl(job):
     _products(job, _iq4_nl_4x1, _iq4_nl_2x4, 32, 18)
 
 
 def _iq4_nl_decoded(job):
     _decoded(job, _iq4_nl_block, 32, 18)
+
+
+def _iq4_nl_integers(job):
+    _integer_products(job, _iq4_nl_tile, _iq4_nl_beside, 32, 18)
 
 
 def _q2_k(job):
@@ -386,12 +553,20 @@ def _q2_k_decoded(job):
     _decoded(job, _q2_k_block, 256, 84)
 
 
+def _q2_k_integers(job):
+    _integer_products(job, _q2_k_tile, _q2_k_beside, 256, 84)
+
+
 def _q3_k(job):
     _products(job, _q3_k_4x1, _q3_k_2x4, 256, 110)
 
 
 def _q3_k_decoded(job):
     _decoded(job, _q3_k_block, 256, 110)
+
+
+def _q3_k_integers(job):
+    _integer_products(job, _q3_k_tile, _q3_k_beside, 256, 110)
 
 
 def _q4_k(job):
@@ -402,12 +577,20 @@ def _q4_k_decoded(job):
     _decoded(job, _q4_k_block, 256, 144)
 
 
+def _q4_k_integers(job):
+    _integer_products(job, _q4_k_tile, _q4_k_beside, 256, 144)
+
+
 def _q5_k(job):
     _products(job, _q5_k_4x1, _q5_k_2x4, 256, 176)
 
 
 def _q5_k_decoded(job):
     _decoded(job, _q5_k_block, 256, 176)
+
+
+def _q5_k_integers(job):
+    _integer_products(job, _q5_k_tile, _q5_k_beside, 256, 176)
 
 
 def _q6_k(job):
@@ -418,6 +601,10 @@ def _q6_k_decoded(job):
     _decoded(job, _q6_k_block, 256, 210)
 
 
+def _q6_k_integers(job):
+    _integer_products(job, _q6_k_tile, _q6_k_beside, 256, 210)
+
+
 def _iq4_xs(job):
     _products(job, _iq4_xs_4x1, _iq4_xs_2x4, 256, 136)
 
@@ -426,17 +613,21 @@ def _iq4_xs_decoded(job):
     _decoded(job, _iq4_xs_block, 256, 136)
 
 
+def _iq4_xs_integers(job):
+    _integer_products(job, _iq4_xs_tile, _iq4_xs_beside, 256, 136)
+
+
 _FUNCTIONS = {
-    "q4_1_gguf": (_q4_1, _q4_1_decoded),
-    "q5_0_gguf": (_q5_0, _q5_0_decoded),
-    "q5_1_gguf": (_q5_1, _q5_1_decoded),
-    "iq4_nl_gguf": (_iq4_nl, _iq4_nl_decoded),
-    "q2_k_gguf": (_q2_k, _q2_k_decoded),
-    "q3_k_gguf": (_q3_k, _q3_k_decoded),
-    "q4_k_gguf": (_q4_k, _q4_k_decoded),
-    "q5_k_gguf": (_q5_k, _q5_k_decoded),
-    "q6_k_gguf": (_q6_k, _q6_k_decoded),
-    "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded),
+    "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers),
+    "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers),
+    "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers),
+    "q5_1_gguf": (_q5_1, _q5_1_decoded, _q5_1_integers),
+    "iq4_nl_gguf": (_iq4_nl, _iq4_nl_decoded, _iq4_nl_integers),
+    "q2_k_gguf": (_q2_k, _q2_k_decoded, _q2_k_integers),
+    "q3_k_gguf": (_q3_k, _q3_k_decoded, _q3_k_integers),
+    "q4_k_gguf": (_q4_k, _q4_k_decoded, _q4_k_integers),
+    "q5_k_gguf": (_q5_k, _q5_k_decoded, _q5_k_integers),
+    "q6_k_gguf": (_q6_k, _q6_k_decoded, _q6_k_integers),
 }
 
 
@@ -444,6 +635,12 @@ _FUNCTIONS = {
 def products_of(format_name: str) -> Any:
     """The C function that multiplies by a format's blocks, compiled at first use and cached on disk."""
     return c_function(_FUNCTIONS[format_name][0])
+
+
+@functools.cache
+def integers_of(format_name: str) -> Any:
+    """The C function that rounds inputs and multiplies them by a format's blocks."""
+    return c_function(_FUNCTIONS[format_name][2])
 
 
 @functools.cache

@@ -15,7 +15,8 @@ rows that would need a vector of inputs of their own. Two other ways were slower
 since its numbers go to memory and back; and parts decoded for a BLAS, which copies each part and all inputs once more,
 and starts all threads for every part.
 
-Products of integers equal `round_input(x) @ decode(weight).T`, the definition, within the same bound.
+Products of integers equal `round_input(x) @ decode(weight).T`, the definition, within the same bound; where groups have
+minima, |w - min| + |min| stands for |w| in it, since both parts are summed by themselves.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
 BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
 BLOCKS = tuple(LAYOUTS)  # of GGUF, read as they lie
 FORMATS = NIBBLES + BYTES + BLOCKS
-OF_INTEGERS = ("q4_0_gguf", "q8_0_gguf", "int4_g32", "int8_row", "int8_g128", "mxfp4")
+OF_INTEGERS = ("q4_0_gguf", "q8_0_gguf", "int4_g32", "int8_row", "int8_g128", "mxfp4", *BLOCKS)
 INTEGER_INPUTS = ("q8_0_gguf", "int8_row")
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
@@ -48,6 +49,7 @@ PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
 MOST_INPUTS, MOST_WITHOUT_LOOKUP = 12, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
 MOST_DIRECT = 4  # inputs of integer products that are multiplied by codes as they lie; more by codes in another order
+MOST_OF_BLOCKS = 2  # the same of GGUF's blocks; more are rounded, then multiplied in float32
 MOST_IN_QUADS = 512  # inputs that are rounded at a time
 MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
@@ -188,7 +190,8 @@ class IntegersOnCpu(RoundedFirst):
         from bitplan.packed.products.cpu_integers import BYTE_STEP
         from bitplan.packed.products.cpu_rows import STEP
 
-        padded, shortest = weight.fmt.padded_cols(weight.shape[1]), STEP if weight.fmt.name in NIBBLES else BYTE_STEP
+        padded = weight.fmt.padded_cols(weight.shape[1])
+        shortest = STEP if weight.fmt.name in NIBBLES else 32 if weight.fmt.name in BLOCKS else BYTE_STEP
         if not weight.shape[0] or padded < shortest or padded % 32:
             return f"integer products need rows of whole blocks of 32, and at least {shortest}, got {weight.shape}"
         if "avx512f" in features() and "avx512bw" not in features():
@@ -196,14 +199,14 @@ class IntegersOnCpu(RoundedFirst):
         return None
 
     def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
-        if self.why_no_integers(weight) is not None:
+        if self.why_no_integers(weight) is not None or weight.fmt.name in BLOCKS:
             return super().prepare(weight)
         # Codes of E2M1 are doubled, to be whole numbers.
         return (torch.tensor([0.5 if weight.fmt.name == "mxfp4" else 1.0]),)
 
     def run(self, x_MK: Tensor, *product: Any) -> Tensor:
         weight, prepared, bias, _launch = product
-        if self.why_no_integers(weight) is not None:
+        if not self._is_whole(weight, x_MK.shape[0]):
             return super().run(x_MK, *product)
         inputs, wide = x_MK.shape[0], None if bias is None else bias.detach().float().contiguous()
         if not inputs:
@@ -213,16 +216,28 @@ class IntegersOnCpu(RoundedFirst):
     def bind(self, x_MK: Tensor, *product: Any) -> Callable[[Tensor, Sequence[int]], Tensor | None] | None:
         weight, prepared, bias, _launch = product
         is_odd = bias is not None and not (bias.dtype == torch.float32 and bias.is_contiguous())
-        if self.why_no_integers(weight) is not None:
+        if not self._is_whole(weight, x_MK.shape[0]):
             return super().bind(x_MK, *product)
         if is_odd or not x_MK.shape[0]:
             return None
         return self._call(x_MK.shape[0], weight, prepared[0], None if bias is None else bias.detach())
 
+    def _rounded(self, x: Tensor) -> Tensor:
+        if self.format not in INTEGER_INPUTS or _why_not_here() is not None or not x.numel():
+            return super()._rounded(x)
+        wide = x.detach().to(torch.float32).contiguous()
+        y = torch.empty_like(wide)
+        _rounding(wide.numel() // wide.shape[-1], wide.shape[-1], self.format)(wide.data_ptr(), y.data_ptr())
+        return y
+
+    def _is_whole(self, weight: Encoded, inputs: int) -> bool:
+        is_few = weight.fmt.name not in BLOCKS or inputs <= MOST_OF_BLOCKS
+        return is_few and self.why_no_integers(weight) is None
+
     def _call(self, inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None) -> Call:
         from bitplan.packed.products.cpu_rows import LANES
 
-        is_direct = inputs <= MOST_DIRECT or weight.shape[0] < LANES
+        is_direct = inputs <= MOST_DIRECT or weight.shape[0] < LANES or weight.fmt.name in BLOCKS
         product = (_few_integers if is_direct else _many_integers)(inputs, weight, factor, bias, self.format)
         return _float32_call(product)
 
@@ -230,8 +245,14 @@ class IntegersOnCpu(RoundedFirst):
         reason = self.why_no_integers(weight)
         if reason is not None:
             return f"{super().note(weight)}: {reason}"
+        few = (
+            f" for up to {MOST_OF_BLOCKS} rows (decodes weights in a buffer for more)"
+            if weight.fmt.name in BLOCKS
+            else ""
+        )
         return (
-            f"rounds inputs to {self.format}, sums whole numbers in blocks of 32, these in float32, and keeps no copy"
+            f"rounds inputs to {self.format}, sums whole numbers in blocks of 32{few}, these in float32, and keeps no "
+            "copy"
         )
 
 
@@ -483,14 +504,30 @@ def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | N
 # ---- integers --------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(1024)
+def _rounding(inputs: int, width: int, fmt: str) -> Into:
+    """Inputs are rounded, and stay float32."""
+    from bitplan.packed.products.cpu_integers import BLOCK, rounded_rows
+    from bitplan.packed.products.cpu_rows import JOB
+
+    stride = 4 * BLOCK + 64  # threads share no cache line
+    fields = {"rows": inputs, "width": width, "by_token": int(fmt == "int8_row"), "scratch_stride": stride}
+    template = array("q", [fields.get(name, 0) for name in JOB])
+    return _on_threads(rounded_rows(), template, stride, inputs * width, None)
+
+
 def _few_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None, fmt: str) -> Into:
     from bitplan.packed.products import cpu_integers
 
-    padded = weight.fmt.padded_cols(weight.shape[1])
-    stride = cpu_integers.rows_bytes(padded, inputs, nibbles=weight.fmt.name in NIBBLES)
-    by_token = int(fmt == "int8_row")
-    template, holds = _job(weight, factor, bias, inputs=inputs, scratch_stride=stride, by_token=by_token)
-    function = cpu_integers.few_inputs(weight.fmt.name)
+    padded, by_token = weight.fmt.padded_cols(weight.shape[1]), int(fmt == "int8_row")
+    if weight.fmt.name in BLOCKS:
+        from bitplan.packed.products import cpu_blocks
+
+        stride, function = cpu_blocks.rounded_bytes(inputs, padded), cpu_blocks.integers_of(weight.fmt.name)
+    else:
+        stride = cpu_integers.rows_bytes(padded, inputs, nibbles=weight.fmt.name in NIBBLES)
+        function = cpu_integers.few_inputs(weight.fmt.name)
+    template, holds = _job(weight, factor, bias, inputs=inputs, scratch_stride=stride, by_token=by_token, count=padded)
     return _on_threads(function, template, stride, weight.shape[0] * padded * inputs // 2, (holds, bias))
 
 

@@ -62,6 +62,7 @@ from bitplan.base.loops.vectors import (
     second_half,
     to_float,
     view,
+    widen,
 )
 from bitplan.formats.cpu_codec import (
     LARGEST_INT8_SCALE,
@@ -182,16 +183,16 @@ def _part(writer: VectorWriter, vector: Any, index: int, parts: int) -> Any:
 
 
 _SIGNED = _sdot if HAS_SDOT else _widened
-_DOTS: dict[str, Callable[..., Any]] = {
+DOTS: dict[str, Callable[..., Any]] = {
     "integers": _vpdpbusd if HAS_VNNI else _vpmaddubsw if IS_X86 else _SIGNED,
     "bytes": _vpdpbusd if HAS_VNNI else _signs_moved if IS_X86 else _SIGNED,
 }
-_DOTS["e2m1"] = _DOTS["integers"]
+DOTS["e2m1"] = DOTS["integers"]
 
 
-def _dot(kind: str) -> Any:
+def dot_of(kind: str) -> Any:
     """dot(sums, weights, inputs): int32 lanes, each plus four products of bytes."""
-    return define(3, lambda sums, _weights, _inputs: sums, _DOTS[kind])
+    return define(3, lambda sums, _weights, _inputs: sums, DOTS[kind])
 
 
 def _look_up(writer: VectorWriter, places: Any) -> Any:
@@ -234,7 +235,7 @@ def _through_half(writer: VectorWriter, number: Any) -> Any:
     return writer.builder.fpext(writer.builder.fptrunc(number, ir.HalfType()), ir.FloatType())
 
 
-def _splat(writer: VectorWriter, number: Any, count: int) -> Any:
+def splat(writer: VectorWriter, number: Any, count: int) -> Any:
     nothing = ir.Constant(ir.VectorType(number.type, count), ir.Undefined)
     return writer.shuffle(writer.builder.insert_element(nothing, number, ir.Constant(INT32, 0)), nothing, [0] * count)
 
@@ -267,7 +268,7 @@ sum_words = define(
 
 
 @inlined
-def _numbers(x, width, first, buffer):
+def numbers_at(x, width, first, buffer):
     """The address of 32 numbers of x from `first` on: there, or where its row ends in the buffer, with zeros."""
     address = x + 4 * first
     if first + BLOCK > width:
@@ -278,7 +279,7 @@ def _numbers(x, width, first, buffer):
 
 
 @inlined
-def _scale_of_token(x, width):
+def scale_of_token(x, width):
     """int8_row's scale; NaN or infinity where a number is."""
     top = U32(0)
     for k in range(width):
@@ -288,7 +289,7 @@ def _scale_of_token(x, width):
 
 
 @inlined
-def _rounded(address, by_token, of_token):
+def rounded_block(address, by_token, of_token):
     """32 numbers -> their codes as bytes, their scale."""
     words = load_from(address, U32, 32)
     if by_token:
@@ -311,19 +312,40 @@ def _evens_first(codes):
     return concatenate(evens(codes), odds(codes))
 
 
+def _rounded_rows(job):
+    """Every row of x as the numbers that it is rounded to, in float32."""
+    rows, width, piece, by_token = field(job, ROWS), field(job, WIDTH), field(job, PIECE), field(job, BY_TOKEN)
+    buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+    first = take(job + 8 * NEXT_ROW, piece)
+    while first < rows:
+        for m in range(first, min(first + piece, rows)):
+            x, y = field(job, X) + 4 * m * width, field(job, Y) + 4 * m * width
+            of_token = scale_of_token(x, width) if by_token else F32(0)
+            for k in range(0, width, BLOCK):
+                codes, scale = rounded_block(numbers_at(x, width, k, buffer), by_token, of_token)
+                numbers = to_float(widen(codes, I32), F32) * F32(scale)
+                if k + BLOCK <= width:
+                    write(y + 4 * k, numbers)
+                else:
+                    write(buffer, numbers)
+                    for i in range(width - k):
+                        write(y + 4 * (k + i), read(buffer + 4 * i, F32))
+        first = take(job + 8 * NEXT_ROW, piece)
+
+
 # ---- few inputs -----------------------------------------------------------------------------------------------------
 
 
 @inlined
 def _arrange_nibbles(job, x, width, padded, buffer, to, dot, offset, order):
     by_token = field(job, BY_TOKEN)
-    of_token = _scale_of_token(x, width) if by_token else F32(0)
+    of_token = scale_of_token(x, width) if by_token else F32(0)
     for step in range(-(-padded // STEP)):
         start = step * STEP
         first, at = min(start, padded - STEP), to + 4 * REGISTER * step
         for block in range(QUARTER_LANES):
             number = first + BLOCK * block
-            codes, scale = _rounded(_numbers(x, width, number, buffer), by_token, of_token)
+            codes, scale = rounded_block(numbers_at(x, width, number, buffer), by_token, of_token)
             codes, lane = order(codes), at + 16 * block
             scale = scale if number >= start else F32(0)  # a block that the register before has, too
             low, high = first_half(codes), second_half(codes)
@@ -344,13 +366,13 @@ def _kept(number, address):
 @inlined
 def _arrange_bytes(job, x, width, padded, buffer, to, dot, offset):
     by_token = field(job, BY_TOKEN)
-    of_token = _scale_of_token(x, width) if by_token else F32(0)
+    of_token = scale_of_token(x, width) if by_token else F32(0)
     for step in range(-(-padded // BYTE_STEP)):
         start = step * BYTE_STEP
         first, at = min(start, padded - BYTE_STEP), to + 3 * BYTE_STEP * step
         for block in range(BYTE_BLOCKS):
             number = first + BLOCK * block
-            codes, scale = _rounded(_numbers(x, width, number, buffer), by_token, of_token)
+            codes, scale = rounded_block(numbers_at(x, width, number, buffer), by_token, of_token)
             lane = at + BLOCK * block
             scale = scale if number >= start else F32(0)
             write(lane, codes)
@@ -471,9 +493,9 @@ def quads(job, dot, offset, order):
     while m < -(-inputs // QUAD) * QUAD:
         here = width if m < inputs else 0
         x, to, lane = field(job, X) + 4 * m * here, field(job, Y) + m // QUAD * blocks * QUAD_BLOCK, m % QUAD
-        of_token = _scale_of_token(x, here) if by_token else F32(0)
+        of_token = scale_of_token(x, here) if by_token else F32(0)
         for block in range(blocks):
-            codes, scale = _rounded(_numbers(x, here, BLOCK * block, buffer), by_token, of_token)
+            codes, scale = rounded_block(numbers_at(x, here, BLOCK * block, buffer), by_token, of_token)
             codes, at = order(codes), to + block * QUAD_BLOCK
             write(at + BLOCK * lane, codes)
             write(at + BLOCK * QUAD + 4 * lane, F32(scale))
@@ -502,15 +524,15 @@ def _block_sums(kind: str, count: int) -> Any:
         words, bytes_ = ir.VectorType(INT32, LANES), ir.VectorType(INT8, REGISTER)
         sums = [ir.Constant(words, None)] * count
         if OFFSETS[kind]:
-            sums = [_splat(writer, load(at, (BLOCK + 4) * QUAD + 4 * lane, INT32), LANES) for at, lane in inputs]
+            sums = [splat(writer, load(at, (BLOCK + 4) * QUAD + 4 * lane, INT32), LANES) for at, lane in inputs]
         for four in range(BLOCK // 4):
             weights = load(opened, REGISTER * (1 + four), bytes_)
             for m, (at, lane) in enumerate(inputs):
-                codes = _splat(writer, load(at, BLOCK * lane + 4 * four, INT32), LANES)
-                sums[m] = _DOTS[kind](writer, sums[m], weights, builder.bitcast(codes, bytes_))
+                codes = splat(writer, load(at, BLOCK * lane + 4 * four, INT32), LANES)
+                sums[m] = DOTS[kind](writer, sums[m], weights, builder.bitcast(codes, bytes_))
         scales, made = load(opened, 0, ir.VectorType(ir.FloatType(), LANES)), []
         for m, (at, lane) in enumerate(inputs):
-            of_input = _splat(writer, load(at, BLOCK * QUAD + 4 * lane, ir.FloatType()), LANES)
+            of_input = splat(writer, load(at, BLOCK * QUAD + 4 * lane, ir.FloatType()), LANES)
             numbers = builder.sitofp(sums[m], scales.type)
             values = [numbers, builder.fmul(scales, of_input), builder.extract_value(floats, m)]
             made.append(writer.call(f"llvm.fma.v{LANES}f32", scales.type, values))
@@ -687,7 +709,7 @@ def _one_of_128(address, block):
 
 
 INTEGERS, E2M1, BYTES = OFFSETS["integers"], OFFSETS["e2m1"], OFFSETS["bytes"]
-_dot_integers, _dot_e2m1, _dot_bytes = _dot("integers"), _dot("e2m1"), _dot("bytes")
+_dot_integers, _dot_e2m1, _dot_bytes = dot_of("integers"), dot_of("e2m1"), dot_of("bytes")
 _low, _high = _opener("integers", is_high=False), _opener("integers", is_high=True)
 _low_e2m1, _high_e2m1 = _opener("e2m1", is_high=False), _opener("e2m1", is_high=True)
 _opened_bytes = _opener("bytes", is_high=False)
@@ -780,6 +802,12 @@ def many_inputs(format_name: str) -> tuple[Any, Any]:
     """The C functions that round many inputs, and that multiply them."""
     _, rounded, multiplied = _FUNCTIONS[format_name]
     return _rounding(rounded), c_function(multiplied)
+
+
+@functools.cache
+def rounded_rows() -> Any:
+    """The C function that rounds inputs for products of other kinds."""
+    return c_function(_rounded_rows)
 
 
 _rounding = functools.cache(c_function)

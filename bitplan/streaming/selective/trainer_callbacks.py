@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
@@ -48,6 +49,7 @@ from bitplan.streaming.training.processes import hide_from_ddp
 
 log = logging.getLogger("bitplan")
 STATE_FILE = "selective_precision.json"
+NO_LIMIT = sys.float_info.max  # norms are measured, and nothing is clipped
 WEIGHTS_FILE = "streamed_weights.safetensors"
 WEIGHTS_KEY = "streamed_weights"  # key in a Lightning checkpoint, beside the policy's
 EXTRA = "train"
@@ -160,7 +162,7 @@ def trainer_callback(
         def __init__(self) -> None:
             super().__init__()
             self.stream = steps.stream
-            self._max_norm = 0.0  # of the open step
+            self._max_norm: float | None = None  # of the open step
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if not state.global_step and steps.policy is not None and steps.policy.lacks_calibration:
@@ -175,17 +177,17 @@ def trainer_callback(
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             steps.begin(state.global_step)
-            if steps.trains and args.max_grad_norm:
-                # The trainer would clip by the norm of the gradients on the device alone: we clip instead, for this
-                # step.
+            if steps.trains:
+                # The trainer would clip by the norm of the gradients on the device alone, and log it: we clip instead,
+                # for this step, or measure the norm of all.
                 self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            optimizer, max_norm = kwargs["optimizer"], self._max_norm
+            optimizer, limit = kwargs["optimizer"], self._max_norm or NO_LIMIT
             scaler = getattr(optimizer, "scaler", None)
-            steps.before_optimizer(state.global_step, optimizer, scaler, max_norm, kwargs["model"].parameters())
-            if max_norm:
-                self._max_norm, args.max_grad_norm = 0.0, max_norm
+            steps.before_optimizer(state.global_step, optimizer, scaler, limit, kwargs["model"].parameters())
+            if self._max_norm is not None:
+                self._max_norm, args.max_grad_norm = None, self._max_norm
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             steps.end(state.global_step)

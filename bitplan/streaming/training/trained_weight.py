@@ -100,6 +100,11 @@ class TrainedWeight:
 
     def __init__(self, name: str, streamed: StreamedParameter, moments: MomentFormat = "float32") -> None:
         parameter = streamed.parameter
+        if parameter.dtype == torch.float64:
+            raise StreamError(
+                f"{name} is float64, and train='weights' learns in float32 masters; call model.float() first, or "
+                "requires_grad_(False) on it"
+            )
         self.name, self.shape, self.moments, self.steps = name, tuple(parameter.shape), moments, 0
         self._streamed = streamed
         self._processes: Processes | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import safetensors.torch
@@ -103,6 +104,21 @@ def test_what_compressed_tensors_cannot_hold_is_refused(folder, tmp_path):
     with pytest.raises(StoreError, match="is made of a model's folder or a GGUF file"):
         prepare("int8_row", folder / "model.safetensors")
     assert not (tmp_path / "a").exists()
+
+
+def test_a_base_model_under_a_head_is_refused_for_no_engine_would_find_its_layers(folder, tmp_path):
+    part = shutil.copytree(folder, tmp_path / "part")
+    held = safetensors.torch.load_file(part / "model.safetensors")
+    safetensors.torch.save_file(
+        {name.removeprefix("model."): tensor for name, tensor in held.items()}, part / "model.safetensors"
+    )
+    for target in ("compressed-tensors", "torchao", "mlx"):
+        with pytest.raises(StoreError, match="under the name that it has inside of a Qwen3ForCausalLM") as refused:
+            export_model(part, tmp_path / "out", target, "int4_g32")
+    command = str(refused.value).split("first: ")[1].replace("WHOLE", str(tmp_path / "whole"))
+    with silence_transformers():
+        exec(f"import transformers; {command}")
+    export_model(tmp_path / "whole", tmp_path / "out", "compressed-tensors", "int4_g32")
 
 
 def test_a_mixed_plan_has_a_group_for_each_format(folder, tmp_path):

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from contextlib import nullcontext
 
 import gguf
 import pytest
+import safetensors.torch
 import torch
+import transformers
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from bitplan.base.errors import BitplanError, StoreError
@@ -281,7 +284,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
     ("change", "text"),
     [
         ({"model_type": "falcon"}, 'model_type "falcon" is none that is exported'),
-        ({"num_hidden_layers": 3}, "no tensor becomes 'blk.2.attn_norm.weight'"),
+        ({"num_hidden_layers": 3}, "no tensor becomes 'blk.2.attn_k.weight'"),
         ({"num_hidden_layers": 1}, "has no tensor for 'model.layers.1."),
         ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, and no model has more than"),
         ({"hidden_size": None}, "no hidden_size, which llama.cpp needs"),
@@ -304,6 +307,68 @@ def test_a_config_that_does_not_fit_is_one_line(change, text, folders, tmp_path)
     message = refused(copy, tmp_path / "a.gguf")
     assert text in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "context"),
+    [
+        ("llama", {"model_type": "mistral", "sliding_window": 16}, 16),
+        ("llama", {"model_type": "mistral", "sliding_window": None}, 64),
+        ("llama", {"model_type": "mistral", "sliding_window": 4096}, 64),
+        ("mixtral", {"sliding_window": 16}, 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": True}, 16),
+        ("qwen2", {"sliding_window": 16, "use_sliding_window": False}, 64),
+        ("gemma3", {}, 64),
+    ],
+)
+def test_a_window_that_llama_cpp_does_not_have_is_the_context(kind, change, context, folders, tmp_path):
+    folder, _ = folders(kind)
+    copy = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text()) | change
+    (copy / "config.json").write_text(json.dumps(config))
+    report = export_model(copy, tmp_path / "a.gguf", "gguf", "float32")
+    found = metadata(tmp_path / "a.gguf")
+    assert found[f"{found['general.architecture']}.context_length"] == context
+    assert any("attention reaches back 16 tokens here" in note for note in report.notes) == (context == 16)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true; llama.cpp's gemma3 computes"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0; llama.cpp's gemma3 computes with null"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 5e3}}}, "the window's rope_theta is 5000.0"),
+        ({"rope_parameters": None, "rope_local_base_freq": 5e3}, "the window's rope_theta is 5000.0"),
+    ],
+)
+def test_what_llama_cpp_computes_otherwise_for_gemma_is_refused(change, text, folders, tmp_path):
+    folder, _ = folders("gemma3")
+    copy = shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((copy / "config.json").read_text()) | change
+    (copy / "config.json").write_text(json.dumps(config))
+    assert text in refused(copy, tmp_path / "a.gguf")
+
+
+@pytest.mark.parametrize(
+    ("lost", "missing"),
+    [("lm_head.weight", "output.weight"), ("model.layers.1.mlp.up_proj.weight", "blk.1.ffn_up.weight")],
+)
+def test_a_model_that_lacks_a_tensor_is_refused(lost, missing, folders, tmp_path):
+    folder, _ = folders("llama3")
+    copy = shutil.copytree(folder, tmp_path / "model")
+    held = safetensors.torch.load_file(copy / "model.safetensors")
+    del held[lost]
+    safetensors.torch.save_file(held, copy / "model.safetensors")
+    assert f"no tensor becomes {missing!r}; the checkpoint lacks a part" in refused(copy, tmp_path / "a.gguf")
+
+
+def test_biases_of_a_llama_go_to_gguf_and_back(tmp_path):
+    model = save_tiny(tmp_path / "model", "llama", attention_bias=True, mlp_bias=True)
+    export_model(tmp_path / "model", tmp_path / "a.gguf", "gguf", "float32")
+    export_model(tmp_path / "a.gguf", tmp_path / "back", "hf", "float32")
+    with silence_transformers(), torch.no_grad():
+        again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "back", dtype=torch.float32)
+        torch.testing.assert_close(again(IDS).logits, model(IDS).logits, rtol=0, atol=1e-5)
 
 
 def test_tokenizers_that_are_missing_or_unknown_are_refused(folders, tmp_path):

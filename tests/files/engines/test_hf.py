@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
+import gguf
 import pytest
 import safetensors.torch
 import torch
@@ -128,6 +130,60 @@ def test_yarn_comes_back_with_its_betas_and_what_no_config_says_is_refused(tmp_p
     (tmp_path / "b.gguf").write_bytes(whole.replace(name + b"yarn", name + b"what"))
     with pytest.raises(StoreError, match='rotary positions of type "what"'):
         export_model(tmp_path / "b.gguf", tmp_path / "b", "hf", {})
+
+
+@pytest.mark.parametrize(
+    ("kind", "key", "value", "said"),
+    [
+        ("qwen2", "rope.dimension_count", 8, "qwen2.rope.dimension_count is 8"),
+        ("llama", "attention.causal", False, "llama.attention.causal is false"),
+        ("llama", "attention.layer_norm_rms_epsilon", None, "layer_norm_rms_epsilon must be a number, got null"),
+        ("gemma3", "rope.freq_base_swa", 5000.0, "gemma3.rope.freq_base_swa is 5000.0"),
+        ("gemma3", "final_logit_softcapping", 30.0, "gemma3.final_logit_softcapping is 30.0"),
+    ],
+)
+def test_what_a_gguf_file_computes_and_no_config_says_is_refused(kind, key, value, said, tmp_path):
+    gguf_with(tmp_path, kind, key, value)
+    with pytest.raises(StoreError, match=re.escape(said)):
+        export_model(tmp_path / "b.gguf", tmp_path / "out", "hf", {})
+
+
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_a_factor_of_rotations_without_a_type_is_linear_as_in_llama_cpp(key, tmp_path):
+    gguf_with(tmp_path, "llama", key, 2.0)
+    export_model(tmp_path / "b.gguf", tmp_path / "out", "hf", {})
+    rope = json.loads((tmp_path / "out" / "config.json").read_text())["rope_parameters"]
+    assert (rope["rope_type"], rope["factor"]) == ("linear", 2.0)
+
+
+def test_a_number_for_each_layer_is_read_where_all_are_the_same(tmp_path):
+    gguf_with(tmp_path, "llama", "attention.head_count_kv", [2, 2])
+    export_model(tmp_path / "b.gguf", tmp_path / "out", "hf", {})
+    assert torch.equal(logits(tmp_path / "out"), logits(tmp_path / "in"))
+
+
+def gguf_with(tmp_path, kind, key, value):
+    """b.gguf: a tiny model with another value under one key, or without it."""
+    save_tiny(tmp_path / "in", kind)
+    export_model(tmp_path / "in", tmp_path / "a.gguf", "gguf", "float32")
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", architecture)
+    fields = {name: (field.contents(), field.types) for name, field in reader.fields.items() if "." in name}
+    del fields["general.architecture"]
+    for name in [name for name in fields if name.startswith(("GGUF.", "bitplan")) or name == f"{architecture}.{key}"]:
+        del fields[name]
+    if value is not None:
+        kinds = [gguf.GGUFValueType.get_type(value)]
+        kinds += [gguf.GGUFValueType.UINT32] if isinstance(value, list) else []
+        fields[f"{architecture}.{key}"] = value, kinds
+    for name, (said, kinds) in fields.items():
+        writer.add_key_value(name, said, kinds[0], kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
 
 
 def test_files_that_were_there_before_are_kept_and_not_named_as_written(tmp_path):

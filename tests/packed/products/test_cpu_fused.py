@@ -135,17 +135,22 @@ def test_every_code_and_extreme_scales_are_decoded_as_the_definition_says() -> N
     assert torch.equal(run(torch.eye(254), weight), decode(weight).T)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_any_bytes_of_gguf_s_blocks_are_decoded_to_the_bit(name: str) -> None:
-    """With one input, tiles and panels: scales, minima and codes of every kind, float16 numbers of all sizes."""
+def any_blocks(name: str) -> Encoded:
+    """6 rows of 512 numbers: any bytes, but for infinite or NaN scales."""
     layout = LAYOUTS[name]
     raw = torch.randint(256, (6, 512 // layout.numbers, layout.block_bytes), generator=torch.Generator().manual_seed(3))
     raw, start = raw.to(torch.uint8), 0
     for part, size in layout.parts:
         if part in ("d", "dmin"):
-            raw[..., start + 1] &= 0x7B | 0x80  # no infinity, no NaN
+            raw[..., start + 1] &= 0x7B | 0x80
         start += size
-    weight = Encoded(get_format(name), (6, 512), raw.reshape(6, -1))
+    return Encoded(get_format(name), (6, 512), raw.reshape(6, -1))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_any_bytes_of_gguf_s_blocks_are_decoded_to_the_bit(name: str) -> None:
+    """With one input, tiles and panels: scales, minima and codes of every kind, float16 numbers of all sizes."""
+    weight = any_blocks(name)
     expected = decode(weight).T
     for inputs in (1, 4, 32):
         x = torch.eye(512).split(inputs)

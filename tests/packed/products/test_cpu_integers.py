@@ -11,9 +11,12 @@ import torch
 from torch import nn
 
 import bitplan
+from bitplan.formats import Encoded
+from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.input_formats import round_input
-from bitplan.packed.products.cpu_fused import INTEGER_INPUTS, MOST_DIRECT, OF_INTEGERS, IntegersOnCpu
+from bitplan.packed.products.cpu_fused import BLOCKS, INTEGER_INPUTS, MOST_DIRECT, OF_INTEGERS, IntegersOnCpu
 from bitplan.packed.quant_linear import QuantLinear
+from tests.packed.products.test_cpu_fused import any_blocks
 
 UNIT = 2.0**-24
 AVX2 = "+avx,+avx2,+fma,+f16c,+ssse3,+sse4.1,+sse4.2,+bmi,+bmi2,+popcnt,+movbe,+lzcnt"
@@ -25,9 +28,21 @@ def assert_is_the_definition(layer: QuantLinear, x: torch.Tensor) -> None:
     rounded = round_input(x, layer.inputs or "", torch.float32).double()
     weight = bitplan.decode(layer.weight.encoded).double()
     bias = 0.0 if layer.bias is None else layer.bias.detach().double()
-    expected, size = rounded @ weight.T + bias, rounded.abs() @ weight.abs().T
+    expected, size = rounded @ weight.T + bias, rounded.abs() @ _summed(layer.weight.encoded, weight).T
     bound = (x.shape[-1] + 4) * UNIT * size + 4 * UNIT * expected.abs()
     assert ((layer(x).double() - expected).abs() <= bound).all()
+
+
+def _summed(encoded: Encoded, weight: torch.Tensor) -> torch.Tensor:
+    """The magnitudes of what is summed for each weight: minima are summed by themselves."""
+    lows = None
+    if isinstance(encoded.fmt, GgufBlocks):
+        layout = encoded.fmt.layout
+        lows = layout.scales_in(encoded.data.reshape(-1, layout.block_bytes))[1]
+    if lows is None:
+        return weight.abs()
+    low = lows.double().reshape(len(weight), -1).repeat_interleave(layout.group, 1)[:, : weight.shape[1]]
+    return (weight - low).abs() + low.abs()
 
 
 @pytest.mark.parametrize("inputs", INTEGER_INPUTS)
@@ -60,6 +75,22 @@ def test_every_pair_of_codes_is_multiplied_exactly() -> None:
         assert torch.equal(torch.cat([layer(row.unsqueeze(0)) for row in x]), expected)
 
 
+@pytest.mark.parametrize("inputs", INTEGER_INPUTS)
+def test_inputs_of_other_products_are_rounded_to_the_bit(inputs: str) -> None:
+    for rows, width in ((1, 32), (9, 100), (700, 512)):
+        x = torch.randn(rows, width) * torch.logspace(-30, 3, rows).unsqueeze(1)
+        assert torch.equal(IntegersOnCpu(inputs)._rounded(x), round_input(x, inputs))
+
+
+@pytest.mark.parametrize("fmt", BLOCKS)
+def test_any_bytes_of_gguf_s_blocks_are_multiplied_without_overflow(fmt: str) -> None:
+    layer = QuantLinear(any_blocks(fmt), inputs="int8_row", strategy="fused")
+    signs = torch.where(torch.rand(2, 512) < 0.5, -127.0, 127.0)
+    with torch.no_grad():
+        for x in (torch.full((1, 512), 127.0), -torch.full((1, 512), 127.0), signs, torch.randn(1, 512)):
+            assert_is_the_definition(layer, x)
+
+
 @pytest.mark.parametrize("rows", [1, 12])
 @pytest.mark.parametrize("inputs", INTEGER_INPUTS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -82,7 +113,7 @@ def test_numbers_before_and_after_the_inputs_are_not_read_as_inputs() -> None:
             assert_is_the_definition(layer, around[4 : 4 + rows])
 
 
-@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_e4m3_row", "q4_k_gguf"])
+@pytest.mark.parametrize("fmt", ["nvfp4", "fp8_e4m3_row", "mxfp4_gguf"])
 def test_other_formats_round_their_inputs_first(fmt: str) -> None:
     layer = QuantLinear(bitplan.encode(torch.randn(16, 256), fmt), inputs="int8")
     with torch.no_grad():
@@ -140,6 +171,7 @@ def test_smaller_cpus_give_the_same(cpu: str, tmp_path: object) -> None:
     }
     chosen = [
         f"{__file__}::test_products_are_the_definition",
+        f"{__file__}::{test_any_bytes_of_gguf_s_blocks_are_multiplied_without_overflow.__name__}",
         f"{__file__}::{test_every_pair_of_codes_is_multiplied_exactly.__name__}",
     ]
     command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "-p", "no:cacheprovider", *chosen]

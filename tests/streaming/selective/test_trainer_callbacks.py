@@ -259,12 +259,12 @@ def test_hugging_face_schedule_clipping_and_best_model_hold_for_streamed_weights
         torch.testing.assert_close(weights[name], one, rtol=1e-3, atol=1e-4, msg=name)
 
 
-@pytest.mark.parametrize("optim", ["sgd", "adafactor", "rmsprop"])
-def test_another_optimizer_of_a_trainer_trains_streamed_weights_and_goes_on(optim, tmp_path):
+@pytest.mark.parametrize(("optim", "max_norm"), [("sgd", 0.1), ("adafactor", 0.0), ("rmsprop", 0.1)])
+def test_another_optimizer_of_a_trainer_trains_streamed_weights_and_goes_on(optim, max_norm, tmp_path):
     """As it trains the same weights without a stream; by its state, after an interruption, to the bit."""
     transformers = pytest.importorskip("transformers")
     arguments = transformers.TrainingArguments(
-        str(tmp_path), optim=optim, max_steps=4, save_steps=2, learning_rate=1e-3, max_grad_norm=0.1, use_cpu=True,
+        str(tmp_path), optim=optim, max_steps=4, save_steps=2, learning_rate=1e-3, max_grad_norm=max_norm, use_cpu=True,
         report_to="none", disable_tqdm=True, logging_steps=1, weight_decay=0.1,
     )  # fmt: skip
     weights, norms = [], []
@@ -275,6 +275,7 @@ def test_another_optimizer_of_a_trainer_trains_streamed_weights_and_goes_on(opti
             trainer.train(resume_from_checkpoint=resume or None)
         weights.append({name: one.detach().clone() for name, one in model.named_parameters()})
         norms.append([one["grad_norm"] for one in trainer.state.log_history if "grad_norm" in one])
+    assert arguments.max_grad_norm == max_norm
     assert norms[0] == pytest.approx(norms[2], rel=1e-4)  # of all gradients, not of those on the device alone
     assert_equal(weights[0], weights[1])
     for name, one in weights[2].items():
