@@ -53,7 +53,10 @@ class Target:
 
 
 _GGUF = ("q2_k_gguf", "q3_k_gguf", "iq4_nl_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "q8_0_gguf")
-_BELOW_FOUR = ("iq2_xxs_gguf", "iq2_s_gguf", "iq3_xxs_gguf", "iq3_s_gguf", "iq4_xs_gguf")
+_BELOW_FOUR = {  # bitplan decodes the others in every product
+    "llama.cpp": ("iq2_xxs_gguf", "iq2_s_gguf", "iq3_xxs_gguf", "iq3_s_gguf", "iq4_xs_gguf"),
+    "bitplan": ("iq4_xs_gguf",),
+}
 _LEGACY = ("q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf")
 _STREAMED = ("mxfp4", "nvfp4", "int4_g32", "int8_row", "fp8_e4m3_row", "bfloat16")
 TARGETS = {
@@ -79,11 +82,11 @@ def target_of(name: str) -> Target:
 
 def candidates(target: Target, formats: Sequence[str] | None, bits: float | None = None) -> tuple[str, ...]:
     """The formats to search among: those asked for, which the target must be able to load, or all of its own; for a
-    goal below four bits GGUF's blocks of vectors, too, which take longer to round.
+    goal below four bits IQ formats, too, which take longer to round.
     """
     if not formats:
-        takes_more = bits is not None and bits < 4 and set(_GGUF) <= set(target.formats)
-        return (*_BELOW_FOUR, *target.formats) if takes_more else target.formats
+        more = _BELOW_FOUR.get(target.name, ()) if bits is not None and bits < 4 else ()
+        return (*more, *target.formats)
     for name in formats:
         get_format(name)
         if not target.loads(name):

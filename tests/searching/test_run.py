@@ -483,10 +483,11 @@ def test_a_target_loads_what_its_files_hold(target, held):
     assert all(TARGETS[target].loads(fmt) for fmt in TARGETS[target].formats)
 
 
-def test_goals_below_four_bits_try_blocks_of_vectors():
-    for target, takes in (("llama.cpp", True), ("bitplan", True), ("vllm", False), ("training", False)):
+def test_goals_below_four_bits_try_iq_formats_that_run_where_the_plan_does():
+    for target, more in (("llama.cpp", 5), ("bitplan", 1), ("vllm", 0), ("training", 0)):
         few_bits = candidates(TARGETS[target], None, 3.9)
-        assert ("iq3_s_gguf" in few_bits) is takes
+        assert [fmt.startswith("iq") for fmt in few_bits[:more]] == [True] * more
+        assert few_bits[more:] == TARGETS[target].formats
         assert all(TARGETS[target].loads(fmt) for fmt in few_bits)
         assert candidates(TARGETS[target], None, 4.0) == candidates(TARGETS[target], None) == TARGETS[target].formats
     assert candidates(TARGETS["llama.cpp"], ["q8_0_gguf"], 2.5) == ("q8_0_gguf",)
