@@ -258,6 +258,7 @@ class BlockStream:
         self._telemetry = Telemetry(options.telemetry)
         self._is_closed = False
         self._step: int | None = None
+        self._end_was_called = False  # of the open step
         self._host = open_host(options.host, device, options.host_folder)
         self.training = HostTraining(blocks, device, options) if options.train == "weights" else None
         names = list(self._by_name)
@@ -313,13 +314,15 @@ class BlockStream:
         if self.training is not None:
             self.training.begin(step)
         self._loader.start(step, recorder)
-        self._step = step
+        self._step, self._end_was_called = step, False
         self._telemetry.flush()
 
     def _warn_of_lost_gradients(self, step: int) -> None:
         """A loop without end_step trains nothing; a step that failed, or is done again, is dropped on purpose."""
         training = self.training
-        if training is None or self._step is None or step <= self._step or training.find_failure() is not None:
+        if training is None or self._step is None or step <= self._step or self._end_was_called:
+            return
+        if training.find_failure() is not None:
             return
         if training.gradients.expected and not training.gradients.unfinished:
             warnings.warn(
@@ -352,6 +355,7 @@ class BlockStream:
         self._check_open()
         if self._step is None:
             raise StreamError("end_step: no step is open; call begin_step(step) first")
+        self._end_was_called = True
         step, recorder = self._step, self._loader.recorder
         if recorder is None:
             raise StreamError(f"end_step: step {step} was broken off in its end_step; call begin_step(step)")
