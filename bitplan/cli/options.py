@@ -44,6 +44,9 @@ Evidence = Annotated[
     Path | None,
     typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
 ]
+DaskAddress = Annotated[
+    str | None, typer.Option("--dask", metavar="ADDRESS", help="Have the workers of this Dask scheduler do the work.")
+]
 Bits = Annotated[float | None, typer.Option("--bits", help="At most this many bits a weight, scales included.")]
 Bytes = Annotated[str | None, typer.Option("--bytes", metavar="SIZE", help="At most this size: 6GB, 900MB.")]
 MaxKl = Annotated[

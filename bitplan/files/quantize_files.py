@@ -7,9 +7,10 @@ output takes its final name only when it is complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -17,6 +18,7 @@ from bitplan.base.errors import FormatError, StoreError
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
 from bitplan.files.certificate import certificate_of, proof_of
+from bitplan.files.cluster import Cluster, file_sizes, opened_as_here
 from bitplan.files.headers import is_gguf, is_packed_by, plan_for_file, plan_of_stored
 from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import container_for, open_tensors, require_container
@@ -153,11 +155,14 @@ class QuantizeOptions:
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
     on_tensor    is called with every tensor of the source that is done
     kv           for a folder: formats in which its model keeps keys and values, "int8:int4"; None: what a plan says
+    dask         the address of a Dask scheduler, whose workers encode the tensors, to the same bytes; they open the
+                 source, and the evidence, under the paths that they have here
     """
 
     shard_bytes: int = SHARD_BYTES
     on_tensor: OnTensor | None = None
     kv: KVFormats | str | None = None
+    dask: str | None = None
 
 
 @keywords_in(QuantizeOptions)
@@ -207,7 +212,9 @@ def quantize_file(
         force=force or container_for(output) is not None,
         shard_bytes=options.shard_bytes,
     ) as prepared:
-        return prepared.write(evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=options.on_tensor)
+        return prepared.write(
+            evidence, scale_rule=scale_rule, nonfinite=nonfinite, on_tensor=options.on_tensor, dask=options.dask
+        )
 
 
 class Quantization(Closing):
@@ -303,19 +310,28 @@ class Quantization(Closing):
         scale_rule: ScaleRule | None = None,
         nonfinite: NonFinite = "error",
         on_tensor: OnTensor | None = None,
+        dask: str | None = None,
     ) -> QuantizeReport:
-        """Read, encode and write every tensor, one at a time; the output gets its name when it is whole."""
+        """Read, encode and write every tensor, one at a time; the output gets its name when it is whole.
+
+        dask   the address of a Dask scheduler, whose workers read and encode them
+        """
         for name, rounded in self.plan.inputs.items():
             require_scale(rounded, f"{self.report.source}: {name}")
         with ExitStack() as opened:
-            self._scale_rule, self._nonfinite, self._on_tensor = scale_rule, nonfinite, on_tensor
-            self._evidence: WeightEvidence | None = None
-            if evidence is not None:
-                self._evidence = _evidence_for(opened.enter_context(open_evidence(evidence)), self._file)
+            self._on_tensor = on_tensor
+            how = Conversion(self.plan.pad, scale_rule, nonfinite, frozenset(self._transposed))
+            self._encoder = TensorEncoder(self._file, how, evidence, opened)
+            if self._encoder.evidence is not None:
                 packed = (name for name in self._file.specs if not get_format(self.plan[name].format).is_cast)
-                self._evidence.require_use(packed)
-                self.report.notes += self._evidence.notes
+                self._encoder.evidence.require_use(packed)
+                self.report.notes += self._encoder.evidence.notes
             used = None if evidence is None else evidence_file(evidence)
+            self._cluster = None if dask is None else opened.enter_context(Cluster(dask))
+            where, is_folder = Path(self.report.source).absolute(), self._contents is not None
+            self._opening = partial(
+                open_encoder, where, file_sizes(self._file.files), is_folder, how, used and used.absolute()
+            )
             stamps = {**self._stamps, **stamps_of([] if used is None else [used])}
             source, contents = Path(self.report.source), self._contents
             certificate = certificate_of(
@@ -428,11 +444,10 @@ class Quantization(Closing):
         return outputs
 
     def _write_each(self, writer: Writer, outputs: Sequence[TensorSpec]) -> None:
-        for output in outputs:
+        for output, (encoded, lost) in zip(outputs, self._encoded(outputs), strict=True):
             spec = self._file.spec(output.name)
-            converted, lost = self._converted(spec, output)
-            writer.write(output.name, converted)
-            del converted
+            writer.write(output.name, encoded)
+            del encoded
             self.report.rows.append(
                 {
                     "name": output.name,
@@ -448,33 +463,84 @@ class Quantization(Closing):
             if self._on_tensor:
                 self._on_tensor(spec)
 
-    def _converted(self, spec: TensorSpec, output: TensorSpec) -> tuple[Tensor | Encoded, dict[str, Any]]:
-        """The tensor to write, and its errors."""
+    def _encoded(self, outputs: Sequence[TensorSpec]) -> Iterator[tuple[Tensor | Encoded, dict[str, Any]]]:
+        """The tensors to write, with their errors; what is copied as it is does not go through a cluster."""
+        jobs = [(output.name, None if output.fmt is None else output.fmt.name) for output in outputs]
+        if self._cluster is None:
+            yield from map(self._encoder.make, jobs)
+            return
+        made = self._cluster.map(self._opening, [job for job in jobs if not self._encoder.copies(job)])
+        for job in jobs:
+            yield self._encoder.make(job) if self._encoder.copies(job) else next(made)
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How all tensors of a quantization are encoded; `transposed` names those whose last two axes change places."""
+
+    pad: Literal["zero"] | None
+    scale_rule: ScaleRule | None
+    nonfinite: NonFinite
+    transposed: frozenset[str]
+
+
+class TensorEncoder:
+    """Reads tensors of a file and encodes them: the one of a quantization, or of a worker that has a part of it."""
+
+    def __init__(
+        self, file: TensorFile, how: Conversion, evidence: str | Path | None, opened: ExitStack | None = None
+    ) -> None:
+        self._file, self._how, self._opened = file, how, opened or ExitStack()
+        statistics = None if evidence is None else self._opened.enter_context(open_evidence(evidence))
+        self.evidence: WeightEvidence | None = None if statistics is None else _evidence_for(statistics, file)
+
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._file.files
+
+    def close(self) -> None:
+        self._opened.close()
+        self._file.close()
+
+    def copies(self, job: tuple[str, str | None]) -> bool:
+        """Whether the tensor's bytes stay, with their filling."""
+        name, fmt = job
+        spec = self._file.spec(name)
+        return fmt is None or (spec.encoded and spec.format == fmt)
+
+    def make(self, job: tuple[str, str | None]) -> tuple[Tensor | Encoded, dict[str, Any]]:
+        """A tensor by its name, in a format by its name, and its errors."""
         from bitplan.formats.codec import finite, readable
         from bitplan.formats.dispatch import encode
         from bitplan.formats.quantization_error import error_report, sample
 
-        file, fmt, pad = self._file, output.fmt, self.plan.pad
-        if fmt is None or (spec.encoded and spec.format == fmt.name):  # its bytes are copied, with their filling
-            return file.read(output.name), _lost(None)
-        where = f"{file.path}: {spec.name}"
-        numbers = file.read_float(spec.name)
-        if output.name in self._transposed:
+        file, how, (name, wanted) = self._file, self._how, job
+        if wanted is None or self.copies(job):
+            return file.read(name), _lost(None)
+        fmt, where = get_format(wanted), f"{file.path}: {name}"
+        numbers = file.read_float(name)
+        if name in how.transposed:
             numbers = numbers.transpose(1, 2).contiguous()
         figures: dict[str, Any] = {}
-        owner = file.tied.get(spec.name, spec.name)
+        owner = file.tied.get(name, name)
         if fmt.is_cast:
-            encoded = _cast(finite(numbers, self._nonfinite, where), fmt, where)
-        elif self._evidence is not None and self._evidence.has(owner):
-            whole = finite(numbers, self._nonfinite, where)
-            encoded, rounding = self._evidence.round(owner, whole, fmt, pad=pad, where=where)
+            encoded = _cast(finite(numbers, how.nonfinite, where), fmt, where)
+        elif self.evidence is not None and self.evidence.has(owner):
+            whole = finite(numbers, how.nonfinite, where)
+            encoded, rounding = self.evidence.round(owner, whole, fmt, pad=how.pad, where=where)
             figures = {"rounding": rounding.to_dict()}
         else:
-            rule, nonfinite = self._scale_rule, self._nonfinite
-            encoded = encode(numbers, fmt, scale_rule=rule, pad=pad, nonfinite=nonfinite, name=where)
-            figures = {} if self._evidence is None else {"rounding": NO_STATISTICS}
+            encoded = encode(numbers, fmt, scale_rule=how.scale_rule, pad=how.pad, nonfinite=how.nonfinite, name=where)
+            figures = {} if self.evidence is None else {"rounding": NO_STATISTICS}
         some, part = sample(numbers, encoded, MOST_COUNTED)
-        return encoded, _lost(error_report(finite(readable(some, where), self._nonfinite, where), part)) | figures
+        return encoded, _lost(error_report(finite(readable(some, where), how.nonfinite, where), part)) | figures
+
+
+def open_encoder(
+    source: Path, sizes: Mapping[str, int], is_folder: bool, how: Conversion, evidence: Path | None
+) -> TensorEncoder:
+    """What a worker of a cluster encodes with."""
+    return opened_as_here(source, sizes, lambda: TensorEncoder(_open(source, is_folder=is_folder), how, evidence))
 
 
 def _open(source: str | Path, *, is_folder: bool) -> TensorFile:

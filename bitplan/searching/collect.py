@@ -121,7 +121,7 @@ def collect_evidence(
     near_bits: float | None = None,
     inputs: InputMode = "keep",
     rows: int | None = None,
-    workers: int = 0,
+    workers: int | str = 0,
     memory: MemoryUse | None = None,
     stage: Stage = no_stage,
 ) -> tuple[SearchEvidence, PlanMeter]:
@@ -133,7 +133,7 @@ def collect_evidence(
     near_bits   the size that is wanted: groups are measured in the best format of about this size
     inputs      "8": products round their inputs to eight bits where the target can; "auto": or do not
     rows        also time every format at so many rows
-    workers     processes that round weights; none unless given
+    workers     processes that round weights, or the address of a Dask scheduler; none unless given
     memory      what is kept in memory; unless given, as much as is free
     """
     kept = EvidenceFolder(folder)

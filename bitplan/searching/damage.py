@@ -21,11 +21,12 @@ import sys
 import tempfile
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -33,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitplan.files.cluster import Cluster
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode, parts_of
 from bitplan.plan.names import natural_order
@@ -71,13 +73,20 @@ class RoundingJob:
 
     def run(self) -> list[tuple[str, str, dict[str, StoredTensor]]]:
         """Names, formats, and where the encoded parts lie."""
+        writer = ScratchWriter()
+        return [
+            (name, fmt, writer.write(path, encoded.parts))
+            for (name, fmt, path), encoded in zip(self.wanted, self.rounded(), strict=True)
+        ]
+
+    def rounded(self) -> Iterator[Encoded]:
+        """What is wanted, one after the other."""
         hessian = _tensor(self.hessian)
         inputs = None if hessian is None else InputHessian(hessian)
-        writer, done = ScratchWriter(), []
-        for name, fmt, path in self.wanted:
+        for name, fmt, _ in self.wanted:
             with parts_of(self.together[name]):
-                encoded = round_by_rows(
-                    torch.from_numpy(self.weights[name]),
+                yield round_by_rows(
+                    _as_tensor(self.weights[name]),
                     fmt,
                     self.at_once,
                     moments=_tensor(self.moments.get(name)),
@@ -85,8 +94,6 @@ class RoundingJob:
                     outputs=_tensor(self.outputs.get(name)),
                     name=name,
                 )
-            done.append((name, fmt, writer.write(path, encoded.parts)))
-        return done
 
 
 @dataclass
@@ -141,6 +148,43 @@ class RoundingProcesses:
             ) from error
 
 
+class JobRounder:
+    """What a worker of a Dask cluster rounds with: a job brings all that it needs, and its answer is sent back."""
+
+    files: Sequence[Path] = ()
+
+    def make(self, job: RoundingJob) -> list[Encoded]:
+        with torch_threads(1), compiled_on_threads(1):
+            return list(job.rounded())
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass
+class ClusterRounding:
+    """The same as `RoundingProcesses`, by the workers of a Dask cluster."""
+
+    address: str
+
+    def start(self, formats: Sequence[str]) -> None:
+        """Workers compile what they round with as they come to it."""
+
+    def round(self, jobs: Iterable[RoundingJob]) -> Iterator[tuple[str, str, dict[str, StoredTensor]]]:
+        """What is rounded, in the order of the jobs."""
+        sent, writer = deque[RoundingJob](), ScratchWriter()
+
+        def sending() -> Iterator[RoundingJob]:
+            for job in jobs:
+                sent.append(replace(job, weights={}, hessian=None, moments={}, outputs={}))
+                yield job
+
+        with Cluster(self.address) as cluster:
+            for rounded in cluster.map(JobRounder, sending()):
+                for (name, fmt, path), encoded in zip(sent.popleft().wanted, rounded, strict=True):
+                    yield name, fmt, writer.write(path, encoded.parts)
+
+
 def _compile(formats: Sequence[str]) -> None:
     weight = torch.randn(SMALLEST_FOR_CPU // 512, 512)
     for fmt in formats:
@@ -154,7 +198,12 @@ def as_array(tensor: torch.Tensor) -> Array:
 
 
 def _tensor(array: Array | None) -> torch.Tensor | None:
-    return None if array is None else torch.from_numpy(array)
+    return None if array is None else _as_tensor(array)
+
+
+def _as_tensor(array: Array) -> torch.Tensor:
+    """A tensor over the array's memory, or over a copy of what arrived in memory that may not be written to."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 # ---- damage ----------------------------------------------------------------------------------------------------------
@@ -208,13 +257,14 @@ def round_by_rows(
 class RoundedWeights:
     """Weights in formats, each rounded once; they lie in files of a scratch folder, which goes with this object.
 
-    workers   processes for `round_all`; without them it rounds where the model is, on a CPU on several threads
+    workers   processes for `round_all`, or the address of a Dask scheduler that has some; without them it rounds where
+              the model is, on a CPU on several threads
     threads   as many as that at most, each with up to `at_once` numbers of a weight at a time
     """
 
     subject: SearchSubject
     statistics: InputStatistics
-    workers: int = 0
+    workers: int | str = 0
     threads: int = sys.maxsize
     at_once: int = ROUNDED_AT_ONCE
     scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
@@ -224,13 +274,14 @@ class RoundedWeights:
     _gains: dict[tuple[str, str], float] = field(default_factory=dict, repr=False)
     _writer: ScratchWriter = field(default_factory=ScratchWriter, repr=False)
     _lock: threading.RLock = field(default_factory=threading.RLock, repr=False)  # what is read and remembered
-    _processes: RoundingProcesses | None = field(default=None, repr=False)
+    _processes: RoundingProcesses | ClusterRounding | None = field(default=None, repr=False)
     _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)  # of files that processes write
 
     def __post_init__(self) -> None:
         weakref.finalize(self, shutil.rmtree, self.scratch, ignore_errors=True)
         if self.workers and not self.subject.target.streamed:
-            self._processes = RoundingProcesses(self.workers)
+            workers = self.workers
+            self._processes = ClusterRounding(workers) if isinstance(workers, str) else RoundingProcesses(workers)
 
     def encoded(self, name: str, fmt: str) -> Encoded:
         site = self.subject.sites[name]

@@ -278,7 +278,8 @@ class SearchOptions:
     inputs       "8": products round their inputs to eight bits where the target can; "auto": where speed is asked for
                  the solver says of which layers, else where it adds little (`input_damage.SHARE`); "keep": none do
     workers      processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
-                 that asks for some begins under `if __name__ == "__main__":`
+                 that asks for some begins under `if __name__ == "__main__":`; or the address of a Dask scheduler, whose
+                 workers round them, to the same plan
     memory       bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
     stage        shows progress: called with a name and a number of steps, gives a context of what to call for each
     note         called before the work with what it will take
@@ -290,7 +291,7 @@ class SearchOptions:
     gradients: str | Path | None = None
     fp8_policy: str | Path | None = None
     all_rivals: bool = False
-    workers: int = 0
+    workers: int | str = 0
     memory: int | None = None
     stage: Stage = no_stage
     note: Callable[[str], None] = lambda _line: None

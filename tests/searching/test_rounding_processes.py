@@ -59,6 +59,18 @@ def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
     assert found.plan.to_document() == plain.plan.to_document()
 
 
+def test_a_search_finds_the_same_plan_on_a_dask_cluster():
+    distributed = pytest.importorskip("distributed")
+    options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row")}
+    with distributed.LocalCluster(processes=False, n_workers=2, threads_per_worker=1, dashboard_address=":0") as dask:
+        plain, found = (
+            bitplan.search(tiny_llama(), tokens(), options=SearchOptions(workers=workers), **options)
+            for workers in (0, dask.scheduler_address)
+        )
+    assert found.plan.to_document() == plain.plan.to_document()
+    assert found.winner.kl == plain.winner.kl
+
+
 class _EndingJob(RoundingJob):
     def run(self):
         os._exit(1)

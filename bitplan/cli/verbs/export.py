@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from bitplan.cli.options import Evidence, Force, Json, Keep, ManifestName, Only, PlanFile, ScaleRule
+from bitplan.cli.options import DaskAddress, Evidence, Force, Json, Keep, ManifestName, Only, PlanFile, ScaleRule
 from bitplan.cli.quick_help import format_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
@@ -56,6 +56,7 @@ def export(
     split: Annotated[
         str | None, typer.Option(metavar="SIZE", help="In parts of at most this size, such as 4GB.")
     ] = None,
+    dask: DaskAddress = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     force: Force = False,
     as_json: Json = False,
@@ -101,6 +102,7 @@ def export(
             engine=engine,
             inputs=inputs,
             force=force,
+            dask=dask,
         ),
         to or "gguf",
     )

@@ -14,6 +14,7 @@ import typer
 
 from bitplan.base.text import counted, visible
 from bitplan.cli.options import (
+    DaskAddress,
     Evidence,
     Force,
     Json,
@@ -232,6 +233,7 @@ def quantize(
         ),
     ] = None,
     kv: KeysValues = None,
+    dask: DaskAddress = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
@@ -289,6 +291,7 @@ def quantize(
             scale_rule=scale_rule,
             nonfinite=nonfinite,
             on_tensor=lambda spec: advance(spec.nbytes, spec.name),
+            dask=dask,
         )
     for warning in report.warnings:
         print(visible(f"bitplan: warning: {warning}"), file=sys.stderr)

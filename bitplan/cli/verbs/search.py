@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, KindsOfText, MaxKl, Rows
+from bitplan.cli.options import Bits, Bytes, DaskAddress, Faster, Force, Json, Keep, KindsOfText, MaxKl, Rows
 from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
 from bitplan.cli.verbs.report import records_of_search
 from bitplan.searching.goal import WINDOWS
@@ -73,6 +73,7 @@ def search(
     workers: Annotated[
         int, typer.Option(min=0, metavar="N", help="Processes that round weights, one core each; none: threads.")
     ] = 0,
+    dask: DaskAddress = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory that it may take, such as 8GB; else what is free.")
     ] = None,
@@ -139,7 +140,7 @@ def search(
                 gradients,
                 fp8_policy,
                 all_rivals,
-                workers,
+                dask or workers,
                 None if memory is None else parse_bytes(memory, "memory"),
                 partial(progress, estimates=False),
                 note,

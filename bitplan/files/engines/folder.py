@@ -7,7 +7,7 @@ read, encoded and written one at a time; one that is packed already in the wante
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +23,14 @@ from bitplan.files.certificate import certificate_of, proof_of, written_plan
 from bitplan.files.describe_files import describe_tensors
 from bitplan.files.engines.gguf_names import evidence_of, fit_names
 from bitplan.files.engines.gguf_source import GGUFModel, open_model
-from bitplan.files.engines.targets import ExportReport, ExportRequest, OnBytes, OutputTensor, notes_on_inputs
+from bitplan.files.engines.targets import (
+    ExportReport,
+    ExportRequest,
+    OnBytes,
+    OutputTensor,
+    made_tensors,
+    notes_on_inputs,
+)
 from bitplan.files.headers import check_model_source, is_gguf, plan_for_file
 from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import (
@@ -210,6 +217,7 @@ class FolderExport:
         self._layers = {promise.name: layer for layer in layers for promise in layer.records}
         self._metadata = {**METADATA, **(metadata or {})}
         self._made: dict[str, Tensor] = {}
+        self._rounded: dict[str, int] = {}
         self._joined = {name: tuple(group) for group in joined for name in group}
         self._bases: dict[tuple[str, ...], float] = {}
         written = {
@@ -249,9 +257,14 @@ class FolderExport:
             target=self.report.target,
         )
 
+        first_names = [
+            layer.name for layer in dict.fromkeys(self._layers[spec.name] for shard in shards for spec in shard.tensors)
+        ]
+        made = made_tensors(self, self._request, first_names)
+
         def write_shard(writer: Writer, own: Sequence[TensorSpec]) -> None:
             for promise in own:
-                writer.write(promise.name, self._part(promise.name))
+                writer.write(promise.name, self._part(promise.name, made))
                 if on_bytes:
                     on_bytes(promise.nbytes, promise.name)
 
@@ -263,16 +276,25 @@ class FolderExport:
         if self._evidence is not None:
             self._evidence.file.close()
 
-    def _part(self, name: str) -> Tensor:
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._file.files
+
+    def _part(self, name: str, made: Iterator[Any]) -> Tensor:
         """The parts of a layer come one after the other: they are made together, and each is taken once."""
         if name not in self._made:
-            layer = self._layers[name]
-            self._made |= dict(zip((promise.name for promise in layer.records), self._tensors(layer), strict=True))
+            layer, (tensors, rounded) = self._layers[name], next(made)
+            self._made |= dict(zip((promise.name for promise in layer.records), tensors, strict=True))
+            if rounded:
+                self.report.rounded[layer.name] = rounded
         return self._made.pop(name)
 
-    def _tensors(self, layer: OutputTensor) -> list[Tensor]:
+    def make(self, job: str) -> tuple[list[Tensor], int]:
+        """The tensors of a layer, by the name of the first, and how many numbers their type does not hold exactly."""
+        layer = self._layers[job]
         made = [self._of(layer, source) for source in layer.sources]
-        return made[0] if len(made) == 1 else [torch.stack(parts) for parts in zip(*made, strict=True)]
+        tensors = made[0] if len(made) == 1 else [torch.stack(parts) for parts in zip(*made, strict=True)]
+        return tensors, self._rounded.get(layer.name, 0)
 
     def _of(self, layer: OutputTensor, source: str) -> list[Tensor]:
         where, spec = f"{self._file.path}: {source}", self._file.spec(source)
@@ -290,7 +312,7 @@ class FolderExport:
         if narrow.dtype != numbers.dtype:
             lost = int((narrow.to(numbers.dtype) != numbers).sum()) - int(numbers.isnan().sum())
             if lost:
-                self.report.rounded[layer.name] = self.report.rounded.get(layer.name, 0) + lost
+                self._rounded[layer.name] = self._rounded.get(layer.name, 0) + lost
         return [narrow]
 
     def _encoded(self, fmt: Format, source: str) -> Encoded:

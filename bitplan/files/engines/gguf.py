@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,6 +37,7 @@ from bitplan.files.engines.targets import (
     OnBytes,
     OutputTensor,
     experts_in_order,
+    made_tensors,
     notes_on_inputs,
 )
 from bitplan.files.gguf import GGUFValue
@@ -74,8 +75,8 @@ class GptOssExport:
                 "give mxfp4 or bfloat16 as the format, and no names of tensors that stay or alone change",
                 settings={"fmt": "mxfp4"},
             )
-        if request.evidence is not None or request.part_bytes is not None:
-            raise StoreError(f"{request.source}: gpt-oss is exported to one file, and takes no evidence")
+        if request.evidence is not None or request.part_bytes is not None or request.dask is not None:
+            raise StoreError(f"{request.source}: gpt-oss is exported to one file, takes no evidence and no cluster")
         self._request, self._experts = request, _EXPERTS[wanted]
         folder = request.source if request.source.is_dir() else request.source.parent
         config = ModelConfig(folder)
@@ -274,8 +275,9 @@ class GGUFExport:
             holds_plan=True,
         )
         with write_parts(request.output, promises, self._metadata, request.part_bytes, certificate) as writer:
+            made = made_tensors(self, request, [item.name for item in self._outgoing if item.computed is None])
             for item in self._outgoing:
-                writer.write(item.name, self._read(item))
+                writer.write(item.name, next(made) if item.computed is None else item.computed)
                 if on_bytes:
                     on_bytes(item.records[0].nbytes, item.name)
             require_unchanged(self._stamps)
@@ -286,9 +288,13 @@ class GGUFExport:
         if self._evidence is not None:
             self._evidence.file.close()
 
-    def _read(self, item: OutputTensor) -> Tensor | Encoded:
-        if item.computed is not None:
-            return item.computed
+    @property
+    def files(self) -> Sequence[Path]:
+        return self._file.files
+
+    def make(self, job: str) -> Tensor | Encoded:
+        """A tensor of the output, by its name."""
+        item = next(item for item in self._outgoing if item.name == job)
         pieces = [self._piece(item, source) for source in item.sources]
         if len(item.records[0].shape) == len(self._file.spec(item.sources[0]).shape):
             return pieces[0]

@@ -8,12 +8,14 @@ not at all. To add one: a module in this folder, and its line in TARGETS.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from bitplan.base.errors import StoreError, did_you_mean
+from bitplan.files.cluster import Cluster, Maker, file_sizes, opened_as_here
 from bitplan.files.packed_folder import folder_kv, is_model_folder, read_config
 from bitplan.files.tensor_file import TensorFile
 from bitplan.formats import Format, get_format
@@ -68,6 +70,7 @@ class ExportRequest:
     part_bytes   GGUF: split into files of at most so many bytes of tensors
     engine       compressed-tensors: refuse what this engine of `kernels.ENGINES` has no kernel for
     inputs       compressed-tensors: the format that packed layers round their inputs to; a packed folder may say it
+    dask         the address of a Dask scheduler, whose workers read and encode the tensors, to the same bytes
     """
 
     source: Path
@@ -83,6 +86,7 @@ class ExportRequest:
     engine: str | None = None
     inputs: str | None = None
     force: bool = False
+    dask: str | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +214,28 @@ def prepare_export(request: ExportRequest, to: str) -> Prepared:
     if kv is not None:
         prepared.report.notes.append(kv_note(to, kv))
     return prepared
+
+
+class TensorExport(Prepared, Maker, Protocol):
+    """An export that makes its tensors one by one."""
+
+
+def made_tensors(export: TensorExport, request: ExportRequest, names: Sequence[str]) -> Iterator[Any]:
+    """What an export makes of each name, here or on a cluster, in their order."""
+    if request.dask is None:
+        yield from map(export.make, names)
+        return
+    evidence = None if request.evidence is None else request.evidence.absolute()
+    there = replace(
+        request, source=request.source.absolute(), output=request.output.absolute(), evidence=evidence, dask=None
+    )
+    with Cluster(request.dask) as cluster:
+        yield from cluster.map(partial(_open_export, there, export.report.target, file_sizes(export.files)), names)
+
+
+def _open_export(request: ExportRequest, to: str, sizes: Mapping[str, int]) -> TensorExport:
+    """What a worker of a cluster exports with."""
+    return opened_as_here(request.source, sizes, lambda: cast(TensorExport, prepare_export(request, to)))
 
 
 def kv_of_request(request: ExportRequest) -> KVFormats | None:

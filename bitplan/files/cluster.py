@@ -1,0 +1,229 @@
+"""Tensors made on a Dask cluster: each worker opens the same files under the same paths, and makes some of the tensors.
+
+A tensor is one task; what comes back is in the order of the jobs, and a few of them are under way at a time, so that
+the client's memory stays bounded. A task whose worker ends is run again by another one, to the same bytes. Workers must
+run the client's version of bitplan. A worker is a process with one thread or more: `dask worker ADDRESS --nworkers 8`.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+import uuid
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+
+from bitplan.base.errors import StoreError
+from bitplan.base.optional import require
+from bitplan.base.records import Closing
+from bitplan.base.version import __version__
+from bitplan.formats.registry import get_format
+
+if TYPE_CHECKING:
+    import numpy as np
+
+CONNECT_S = 30.0
+LOOK_S = 2.0  # how often the client looks whether there are workers
+LOST_S = 60.0  # a cluster without workers for so long is lost: a nanny starts a new one in less
+AHEAD = 2  # tasks that wait for each thread: their answers lie in workers
+
+
+class Maker(Protocol):
+    """What a worker prepares once: it has the files open."""
+
+    @property
+    def files(self) -> Sequence[Path]: ...
+
+    def make(self, job: Any) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+Job = TypeVar("Job")
+Opened = TypeVar("Opened", bound=Maker)
+
+
+class Cluster(Closing):
+    """A connection to a Dask scheduler."""
+
+    def __init__(self, address: str) -> None:
+        distributed = require("distributed", purpose="work on a Dask cluster", extra="dask")
+        self._address, self._lost = address, distributed.scheduler.KilledWorker
+        try:
+            self._client = distributed.Client(address, timeout=CONNECT_S, set_as_default=False)
+        except (OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise StoreError(
+                f"{address}: no Dask scheduler answers there: {reason}; start one with `dask scheduler`, and workers "
+                "with `dask worker ADDRESS`, then give its address, tcp://HOST:8786"
+            ) from error
+        try:
+            self._check_workers()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._client.close()
+
+    @property
+    def threads(self) -> int:
+        """How many tasks run at once."""
+        return sum(self._client.nthreads().values())
+
+    def map(self, prepare: Callable[[], Maker], jobs: Iterable[Job]) -> Iterator[Any]:
+        """What a maker makes of each job, in their order; every thread of a worker prepares one maker.
+
+        `prepare` and the jobs are sent as they are pickled; tensors come back in any type of torch's.
+        """
+        run, waiting = uuid.uuid4().hex, deque[Any]()
+        try:
+            for job in jobs:
+                waiting.append(self._client.submit(_make, run, prepare, job, pure=False))
+                while len(waiting) >= self.threads * (1 + AHEAD):
+                    yield self._answer(waiting.popleft())
+            while waiting:
+                yield self._answer(waiting.popleft())
+        finally:
+            self._client.cancel(list(waiting))
+            self._client.run(_forget, run, on_error="ignore")
+
+    def _answer(self, task: Any) -> Any:
+        """What a task returns; waits while a worker that ended is replaced, but not for a cluster without any."""
+        without_s = 0.0
+        while True:
+            try:
+                return received(task.result(timeout=LOOK_S))
+            except TimeoutError:
+                without_s = 0.0 if self._client.nthreads() else without_s + LOOK_S
+                if without_s >= LOST_S:
+                    raise self._no_workers() from None
+            except self._lost as error:
+                raise StoreError(
+                    f"{self._address}: a tensor ended worker after worker, as for want of memory; its last was "
+                    f"{error.last_worker.address}: look at its log, and give workers more memory or fewer threads"
+                ) from error
+
+    def _check_workers(self) -> None:
+        if not self._client.nthreads():
+            raise self._no_workers()
+        for worker, version in self._client.run(_version).items():
+            if version != __version__:
+                raise StoreError(
+                    f"{self._address}: worker {worker} has bitplan {version}, and this is {__version__}: the bytes may "
+                    f"differ; install {__version__} there and start it again"
+                )
+
+    def _no_workers(self) -> StoreError:
+        return StoreError(
+            f"{self._address}: the Dask scheduler has no workers; start some: dask worker {self._address} --nworkers 2"
+        )
+
+
+def file_sizes(files: Iterable[Path]) -> dict[str, int]:
+    """Bytes of files, by name: what a worker has under the same paths must have as many."""
+    return {path.name: path.stat().st_size for path in files}
+
+
+def opened_as_here(source: Path, sizes: Mapping[str, int], opening: Callable[[], Opened]) -> Opened:
+    """Open on a worker what the client has open; another file under the same path is refused."""
+    where = f"on the worker at {platform.node()}"
+    if not source.exists():
+        raise StoreError(f"{source}: is not there {where}; give a path in a folder that all machines share")
+    opened = opening()
+    if (seen := file_sizes(opened.files)) != sizes:
+        opened.close()
+        raise StoreError(
+            f"{source}: is another model {where}: its files have {seen} bytes, expected {dict(sizes)}; give a path in "
+            "a folder that all machines share"
+        )
+    return opened
+
+
+# ---- in a worker -----------------------------------------------------------------------------------------------------
+
+
+class _Makers(threading.local):
+    """Those of a thread: a file that is open has one reader at a time."""
+
+    def __init__(self) -> None:
+        self.by_run: dict[str, Maker] = {}
+
+
+_makers = _Makers()
+_ended: set[str] = set()
+
+
+def _make(run: str, prepare: Callable[[], Maker], job: Any) -> Any:
+    known = _makers.by_run
+    for other in [name for name in known if name in _ended]:
+        known.pop(other).close()
+    if run not in known:
+        known[run] = prepare()
+    return sent(known[run].make(job))
+
+
+def _forget(run: str) -> None:
+    """Makers of a run are closed by their own threads, when those next have something to do."""
+    _ended.add(run)
+
+
+def _version() -> str:
+    return __version__
+
+
+# ---- on the wire -----------------------------------------------------------------------------------------------------
+
+
+class SentTensor(NamedTuple):
+    """A tensor's bytes: pickles of torch's own know neither all of its types nor other machines."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data: np.ndarray[Any, Any]
+
+
+class SentEncoded(NamedTuple):
+    """A tensor in a format, by the format's name."""
+
+    format: str
+    shape: tuple[int, ...]
+    parts: dict[str, Any]
+
+
+def sent(made: Any) -> Any:
+    """An answer with its tensors as arrays of bytes."""
+    import torch
+
+    from bitplan.formats.encoded import Encoded
+
+    if isinstance(made, torch.Tensor):
+        flat = made.detach().cpu().contiguous()
+        data = flat.reshape(-1).view(torch.uint8).numpy()
+        return SentTensor(str(made.dtype).removeprefix("torch."), tuple(made.shape), data)
+    if isinstance(made, Encoded):
+        return SentEncoded(made.fmt.name, made.shape, {name: sent(part) for name, part in made.parts.items()})
+    if isinstance(made, (tuple, list)):
+        return [sent(each) for each in made]
+    return made
+
+
+def received(answer: Any) -> Any:
+    """The answer with its tensors again; tuples have become lists."""
+    import torch
+
+    from bitplan.formats.encoded import Encoded
+
+    if isinstance(answer, SentTensor):
+        # A copy: what arrives may lie in memory that may not be written to.
+        flat = torch.frombuffer(bytearray(answer.data), dtype=torch.uint8) if answer.data.size else torch.empty(0)
+        dtype = getattr(torch, answer.dtype)
+        return flat.view(dtype).reshape(answer.shape) if answer.data.size else torch.empty(answer.shape, dtype=dtype)
+    if isinstance(answer, SentEncoded):
+        parts = {name: received(part) for name, part in answer.parts.items()}
+        return Encoded(get_format(answer.format), answer.shape, **parts)
+    if isinstance(answer, list):
+        return [received(each) for each in answer]
+    return answer
