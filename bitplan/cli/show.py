@@ -186,8 +186,11 @@ def say(line: str, *, divided: bool = True) -> None:
     print(wrap(visible(line), WIDE * 100 if width is None else width), flush=True)
 
 
-def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print a table; its columns are the keys of the first row, numbers to the right; in parts if it is too wide."""
+def table(title: str, rows: Sequence[Mapping[str, Any]], *, extra: Sequence[str] = ()) -> None:
+    """Print a table; its columns are the keys of the first row, numbers to the right; in parts if it is too wide.
+
+    extra   columns that a narrow terminal does without, the most useful first, so that one part is enough
+    """
     from rich.console import Console
     from rich.text import Text
 
@@ -195,8 +198,15 @@ def table(title: str, rows: Sequence[Mapping[str, Any]]) -> None:
     console = Console(width=width)
     console.print(Text(wrap(visible(title), width), style="bold"), no_wrap=True, overflow="ignore", crop=False)
     shown = [{key: visible(str(value)) for key, value in row.items()} for row in rows]  # names are data: no markup
-    for columns in split_columns(columns_of(shown), width):
-        _draw(console, columns, share_width(columns, width))
+    columns, left_out = columns_of(shown), []
+    for key in reversed(extra):
+        if _width_of(columns) > width:
+            left_out += [column.header for column in columns if column.key == key]
+            columns = [column for column in columns if column.key != key]
+    for part in split_columns(columns, width):
+        _draw(console, part, share_width(part, width))
+    if left_out:
+        say(f"a wider terminal and --json also show: {', '.join(reversed(left_out))}")
 
 
 def _draw(console: Console, columns: Sequence[TextColumn], widths: Sequence[int]) -> None:

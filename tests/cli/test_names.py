@@ -90,6 +90,7 @@ def test_tables_fit_80_columns_and_divide_no_word(case, capsys, monkeypatch):
     run(VERBS[case])
     lines = capsys.readouterr().out.splitlines()
     assert all(len(line) <= 80 for line in lines)
+    lines = [line for line in lines if not line.startswith("a wider terminal")]
     words = set(re.findall(r"[^\s│┃/.:\\]+", wide))  # between the places where a name may end a line
     for word in re.findall(r"[^\s│┃/.:\\]+", "\n".join(line for line in lines if "━" not in line and "─" not in line)):
         assert word in words or "…" in word, word
@@ -107,6 +108,17 @@ def test_a_table_that_is_too_wide_comes_in_parts(capsys):
     assert out.count("tp 2") == 2  # what tells the rows apart comes again
     assert out.count("llm") == 2
     assert "note" not in out
+
+
+def test_columns_that_few_need_are_left_out_before_a_table_is_divided(capsys):
+    rows = [{"name": LONG, **{f"column_{letter}": "1234567.25" for letter in "abcdefg"}}]
+    show.table("wide", rows, extra=("column_f", "column_b", "column_c"))
+    out = capsys.readouterr().out
+    assert out.count("1234567.25") == 5
+    assert "column f" in out.split("a wider terminal")[0]
+    assert out.endswith("a wider terminal and --json also show: column b, column c\n")
+    show.table("narrow", [{"name": "short", "figure": "1"}], extra=("figure",))
+    assert "figure" in capsys.readouterr().out
 
 
 def test_where_a_line_may_end():

@@ -404,7 +404,7 @@ def compare(
             }
             for name, layer in (*result.layers.items(), *sums)
         ]
-        table(f"{first} against {second}, worst first", rows)
+        table(f"{first} against {second}, worst first", rows, extra=("max error", "cosine"))
         if result.worst is not None:
             worst = result.layers[result.worst].sqnr_db
             say(

@@ -117,8 +117,8 @@ def show_fit(result: FitResult, out: Path) -> None:
         f"{human_bytes(result.row.weights)} ({8 * result.row.weights / result.numbers:.2f} bits a weight), K and V "
         f"{human_bytes(result.row.kv)} ({result.kv}), workspace and overhead {human_bytes(result.probe.nbytes)}"
     )
-    floor = "" if result.noise_floor is None else f"; noise floor of KL: {result.noise_floor:.2g}"
-    say(f"solved to within {result.solution.gap:.2g} of the best possible{floor}")
+    if result.noise_floor is not None:
+        say(f"noise floor of KL: {result.noise_floor:.2g}")
     if result.hurt_kind is not None:
         say(f"a kind of text is hurt far more: {result.hurt_kind}")
     goal, target = result.goal, target_of(result.goal.target)

@@ -390,7 +390,7 @@ def _show_plan(
         rows = [{key: row[key] for key in ("kind", "name", "tensors", "format", "reason")} for row in rows]
         table(title, rows)
         return
-    table(title, rows)
+    table(title, rows, extra=("role", "tensors", "shape"))
     sizes = [
         {
             **row._asdict(),

@@ -173,16 +173,14 @@ def _show(model: Path, text: Path, result: TextComparison) -> None:
     title = (
         f"{model.name} on {text.name}: {quality.tokens} tokens scored, {quality.windows} windows of {result.context}"
     )
-    table(title, [_cells(row, noise) for row in (first, *([noise] if noise else []), *result.rows)])
+    rows = [_cells(row, noise) for row in (first, *([noise] if noise else []), *result.rows)]
+    table(title, rows, extra=("NLL difference", "perplexity 95%"))
     say(
-        "NLL difference and KL: nats a token, against the reference on the same tokens, with the 95% interval that "
-        "windows of text show, paired. That of perplexity: of other text of this kind."
+        "KL and NLL difference: nats a token, from the reference on the same tokens, with 95% intervals by windows of "
+        "text. An interval of perplexity is for other text of this kind."
     )
     if noise:
-        say(
-            "Noise floor: the reference against itself with bfloat16 activations; a KL below it (< 1x) is less than "
-            "running the reference in bfloat16 costs."
-        )
+        say("Noise floor: what running the reference in bfloat16 costs; KL / floor says how many times that a row has.")
 
 
 def _cells(row: QualityRow, noise: QualityRow | None) -> dict[str, str]:

@@ -111,9 +111,8 @@ def search(
             return
         if runtime is None:
             say(
-                f"the plan will run in {target.name}: `quantize` writes a folder that `generate` and `load_packed` "
-                "run; --for llama.cpp searches what a GGUF file holds, and there are "
-                f"{', '.join(list(TARGETS)[2:])}"
+                f"the plan is for {target.name}: `quantize` writes a folder that `generate` and `load_packed` run "
+                f"(--for {', '.join(list(TARGETS)[1:])}: plans for these)"
             )
         say(line)
 
@@ -186,13 +185,16 @@ def _left(folder: Path, out: Path, force: bool) -> str:
 
 def next_step(target: Target, model: str, out: Path, *more: str) -> str:
     """A sentence with the command that applies the plan, as it can be pasted; `more` are its further words."""
-    plan, evidence = out / "plan.json", out / "evidence.safetensors"
+    from bitplan.files.certificate import evidence_of_search
+
+    plan = out / "plan.json"
     if target.streamed:
         loaded = f"bitplan.plan.Plan.load({str(plan)!r})"
         return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
     output = output_name(target, model)
     verb, to = ("quantize", []) if target.export is None else ("export", ["--to", target.export])
-    words = ["bitplan", verb, model, output, *to, "--plan", str(plan), "--evidence", str(evidence), *more]
+    given = [str(out)] if evidence_of_search(out) else [str(plan), "--evidence", str(out / "evidence.safetensors")]
+    words = ["bitplan", verb, model, output, *to, "--plan", *given, *more]
     return f"apply it: {shlex.join(words)}"
 
 
@@ -217,33 +219,23 @@ def show_result(result: SearchResult) -> None:
             "size": human_bytes(each.nbytes),
             "bits a weight": f"{evidence.bits(each.nbytes):.3f}",
             "predicted KL": f"{each.predicted:.5f}",
-            "KL": f"{each.kl.mean:.5f}" + (f" +- {each.kl.standard_error:.5f}" if each.kl.standard_error else ""),
+            "KL": f"{each.kl.mean:.5f}" + (f"±{each.kl.standard_error:.5f}" if each.kl.standard_error else ""),
             **kinds_columns(kl_by_kind(each.quality, result.kinds)),
             "perplexity": f"{each.quality.perplexity:.3f}",
         }
         for each in result.rivals
-    ] + [
-        {
-            "plan": each.label,
-            "size": human_bytes(evidence.nbytes(each.choice)),
-            "bits a weight": f"{evidence.bits(evidence.nbytes(each.choice)):.3f}",
-            "predicted KL": f"{evidence.predict(each.choice):.5f}",
-            "KL": "",
-            "perplexity": "",
-        }
-        for each in result.unmeasured
     ]
-    table(f"{evidence.model}: {result.goal}; measured on {result.reference.tokens} tokens that were held out", rows)
+    title = f"{evidence.model}: {result.goal}; measured on {result.reference.tokens} tokens that were held out"
+    table(title, rows, extra=("predicted KL",))
     if result.unmeasured:
-        say("plans that are predicted to lose were not measured; --all-rivals measures them")
+        more = "; ".join(f"{each.label}: {evidence.predict(each.choice):.5f}" for each in result.unmeasured)
+        say(f"not measured, for they are predicted to lose ({more}); --all-rivals measures them")
     if floor is not None:
         say(f"perplexity of the model: {result.reference.perplexity:.3f}; noise floor of KL: {floor.kl.mean:.2g}")
     solution = result.solution
-    more = f"; a plan that was not measured promises {solution.promised:.1%} less damage" if solution.promised else ""
-    say(
-        f"solved to within {solution.gap:.2g} of the best possible, corrections: {result.corrections}{more}; "
-        f"front.json has {len(result.front)} sizes"
-    )
+    if solution.gap or solution.promised:
+        more = f"; one that was not measured promises {solution.promised:.1%} less damage" if solution.promised else ""
+        say(f"the plan is within {solution.gap:.2g} of the best possible{more}")
     if result.inputs_kept is not None:
         rounded = result.to_document()["inputs"]
         say(

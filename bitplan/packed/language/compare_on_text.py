@@ -46,7 +46,7 @@ from bitplan.plan.structure.parameters import ParameterPlace, places_of
 
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
-FLOOR = "noise floor (bfloat16 activations)"
+FLOOR = "noise floor"
 LONGEST_CONTEXT = 512  # tokens in a window, unless said, and where the model has so many
 OnWindows = Callable[[int], None]
 
