@@ -130,7 +130,7 @@ def adapt_to_transformers(model: nn.Module) -> None:
             setattr(model, name, functools.partial(ours, model))  # which can be pickled, as a method cannot
     for part in model.modules():  # a model and its body, where norms have no weights (OLMo 1) and all else is packed
         if hasattr(type(part), "save_pretrained") and next(part.parameters(), None) is None:
-            part.parameters = functools.partial(_parameters_or_type, part)  # type: ignore[method-assign]
+            setattr(part, "parameters", functools.partial(_parameters_or_type, part))  # noqa: B010 (mypy)
 
 
 def _parameters_or_type(model: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
