@@ -40,6 +40,7 @@ _MODULES = {
     "cpu": ("numba", "bitplan.formats.cpu_codec"),
     "cuda": ("triton", "bitplan.formats.triton_codec"),
 }
+WithNumbers = Callable[[Tensor, Tensor, Tensor | None], Tensor]  # x, decoded numbers and a bias -> a product
 _whole: ContextVar[int] = ContextVar("numbers of what tensors are parts of", default=0)
 
 
@@ -131,16 +132,19 @@ def decode(encoded: Encoded, dtype: torch.dtype = torch.float32) -> Tensor:
     return numbers
 
 
-def bind_decode(encoded: Encoded, dtype: torch.dtype) -> Callable[[], Tensor | None] | None:
-    """A call that decodes these parts on their GPU and checks nothing; None where no kernel decoded them before.
+def bind_with_numbers(
+    encoded: Encoded, dtype: torch.dtype, compute: WithNumbers, bias: Tensor | None
+) -> Callable[[Tensor, Any], Tensor | None] | None:
+    """A call of x that gives compute(x, numbers, bias), with the numbers that it decodes from these parts on their GPU.
 
-    It is valid as long as the parts stay where they are, and gives None where another GPU is the present one.
+    It checks nothing, is valid as long as the parts stay where they are, and gives None where another GPU is the
+    present one. None where no kernel decoded the parts before. The second argument of the call is not read.
     """
     if encoded.device.type != "cuda" or explain_decode(encoded, dtype).implementation != "triton":
         return None
-    from bitplan.formats import triton_codec as triton_decode
+    from bitplan.formats import triton_codec
 
-    return triton_decode.bind_decode(encoded, dtype)
+    return triton_codec.bind_with_numbers(encoded, dtype, compute, bias)
 
 
 def rounded(x: Tensor, name: str, dtype: torch.dtype) -> Tensor:

@@ -100,25 +100,30 @@ def decode_launch(encoded: Encoded, dtype: torch.dtype) -> PreparedLaunch:
     return _tiles_launch(encoded, dtype, TILES)
 
 
-def bind_decode(encoded: Encoded, dtype: torch.dtype) -> Callable[[], Tensor | None] | None:
-    """A call that decodes these parts into new memory; None if no such launch was compiled, or an address is odd."""
+def bind_with_numbers(
+    encoded: Encoded,
+    dtype: torch.dtype,
+    compute: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    bias: Tensor | None,
+) -> Callable[[Tensor, Any], Tensor | None] | None:
+    """A call that decodes these parts into new memory and computes; None if no such launch was compiled."""
     index = index_of(encoded.device)
-    launch = decode_launch(encoded, dtype).bind(index)
     assert encoded.scales is not None
     third = () if encoded.fmt.packing is None else (encoded.scales if encoded.base is None else encoded.base,)
-    addresses = tuple(part.data_ptr() for part in (encoded.data, encoded.scales, *third))
-    if launch is None or any(address & 15 for address in addresses):
+    launch = decode_launch(encoded, dtype).around_output(index, encoded.data, encoded.scales, *third)
+    if launch is None:
         return None
+    run, (programs, *_), before, after = launch
     shape, strides = encoded.shape, (encoded.shape[1], 1)
 
-    def run() -> Tensor | None:
+    def product(x: Tensor, _shape: Any) -> Tensor | None:  # each Python call less is a call less for every layer
         if current_device() != index:
             return None
-        out = empty_on_gpu(shape, strides, dtype)
-        launch(current_stream(index), *addresses, out.data_ptr())
-        return out
+        numbers = empty_on_gpu(shape, strides, dtype)
+        run(programs, 1, 1, current_stream(index), *before, numbers.data_ptr(), *after)
+        return compute(x, numbers, bias)
 
-    return run
+    return product
 
 
 def _run(

@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 from bitplan.base.errors import PlanError
 from bitplan.formats import Encoded
@@ -151,7 +151,8 @@ class JointProjection:
         """This layer's product with x; None where it has to run by itself."""
         if is_grad_enabled() and x.requires_grad:
             return None
-        compiling, index, shared = is_compiling(), layer.joint_at, self._shared
+        compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag  # as in QuantLinear.forward
+        index, shared = layer.joint_at, self._shared
         if not compiling and self._held and not self._is_held(layer):
             self._begin()
         version = 0 if compiling or x.is_inference() else x._version

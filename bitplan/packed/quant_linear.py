@@ -24,17 +24,17 @@ it runs is chosen when the graph is traced, and is a constant of the graph: by t
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Self
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch.autograd import forward_ad
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
 from bitplan.formats import Encoded, Format
-from bitplan.formats.dispatch import bind_decode, decode, encode, rounded
+from bitplan.formats.dispatch import bind_with_numbers, decode, encode, rounded
 from bitplan.formats.input_formats import input_format
 from bitplan.packed.crossover import ROW_COUNTS, Pick
 from bitplan.packed.linear_operator import GraphWeight, Matrix, multiply, remember
@@ -207,7 +207,7 @@ class QuantLinear(nn.Module):
             y: Tensor | None = self.joint.part(self, x)
             if y is not None:
                 return y
-        if is_compiling():
+        if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # is_compiling() is two Python calls
             return self._in_graph(x)
         bound = self._bound.get((x.shape, x.dtype))
         y = self.bound_product(x) if bound is None else bound(x, self)
@@ -452,19 +452,15 @@ class QuantLinear(nn.Module):
 
 def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None, inputs: str | None) -> Bound | None:
     """A call that decodes the weight and multiplies; None where no kernel decodes it, or the bias has another type."""
-    decoded = bind_decode(weight, dtype) if bias is None or bias.dtype == dtype else None
-    if decoded is None:
+    if bias is not None and bias.dtype != dtype:
         return None
 
-    def run(x: Tensor, _shape: Sequence[int]) -> Tensor | None:
-        numbers = decoded()
-        if numbers is None:
-            return None
+    def rounded_first(x: Tensor, numbers: Tensor, bias: Tensor | None) -> Tensor:
         # Of an input with gaps torch would round the product before it adds the bias.
         given = x if x.is_contiguous() else x.contiguous()
         return linear(given if inputs is None else rounded(given, inputs, dtype), numbers, bias)
 
-    return run
+    return bind_with_numbers(weight, dtype, linear if inputs is None and bias is None else rounded_first, bias)
 
 
 def _bound_fp8(weight: Encoded, _dtype: torch.dtype, bias: Tensor | None, _inputs: str | None) -> Bound:

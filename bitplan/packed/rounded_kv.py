@@ -66,7 +66,7 @@ def round_kv(model: nn.Module, formats: KVFormats | str | None) -> None:
 def _join_attention(model: Any) -> str | None:
     """Give a model on a GPU the attention that reads codes; gives the name of its own, None where it keeps that."""
     own = getattr(model.config, "_attn_implementation", None)
-    device = next((parameter.device for parameter in model.parameters()), None)
+    device = next((one.device for one in (*model.parameters(), *model.buffers())), None)
     if (
         device is None
         or device.type != "cuda"

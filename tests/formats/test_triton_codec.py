@@ -340,3 +340,33 @@ def test_settings_are_powers_of_two() -> None:
     for launch in (value for value in launches if isinstance(value, Launch)):
         assert math.log2(launch.numbers).is_integer()
         assert math.log2(launch.warps).is_integer()
+
+
+@pytest.mark.parametrize("name", ["int8_row", "int8_g128", "mxfp4", "nvfp4"])
+def test_a_bound_call_passes_the_launcher_what_a_prepared_launch_does(name: str, monkeypatch) -> None:
+    """On a pretended GPU: the same grid, stream, constants and addresses, but for that of the output."""
+    encoded, passed = encode(torch.randn(4, 256), name), []
+    empty = torch._C._dynamo.guards._empty_strided_cpu
+    monkeypatch.setattr(triton_decode, "current_device", lambda: -1)
+    monkeypatch.setattr(triton_decode, "current_stream", lambda _: 7)
+    monkeypatch.setattr(triton_decode, "empty_on_gpu", empty)
+    prepared = triton_decode.decode_launch(encoded, torch.float32)
+    compute = torch.nn.functional.linear
+    assert triton_decode.bind_with_numbers(encoded, torch.float32, compute, None) is None  # nothing was compiled
+    monkeypatch.setitem(prepared._compiled, -1, (lambda *given: passed.append(given), ("function", "metadata"), None))
+    product = triton_decode.bind_with_numbers(encoded, torch.float32, compute, None)
+    assert product is not None
+    x = torch.randn(1, 3, 256)
+    assert product(x, None).shape == (1, 3, 4)
+    out = torch.empty(4, 256)
+    base = () if encoded.fmt.packing is None else (encoded.scales if encoded.base is None else encoded.base,)
+    pointers = (encoded.data, encoded.scales, *base)
+    bound = prepared.bind(-1)
+    assert bound is not None
+    bound(7, *[each.data_ptr() for each in (*pointers, out)])
+    assert [given != out.data_ptr() for given in passed[1]].count(False) == 1
+    where = passed[1].index(out.data_ptr())
+    assert passed[0][:where] == passed[1][:where]
+    assert passed[0][where + 1 :] == passed[1][where + 1 :]
+    monkeypatch.setattr(triton_decode, "current_device", lambda: 0)
+    assert product(x, None) is None

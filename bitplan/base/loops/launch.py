@@ -78,17 +78,31 @@ class PreparedLaunch:
         The caller ensures that addresses are multiples of 16, and keeps the tensors alive. None if no such launch was
         compiled before. The function does not check for launch hooks.
         """
+        parts = self.around_output(device)
         last = tuple(each.data_ptr() for each in pointers)
-        compiled = self._compiled.get(device)
-        if compiled is None or any(address & 15 for address in last):
+        if parts is None or any(address & 15 for address in last):
             return None
-        run, fixed, _ = compiled
-        grid, tail = self._grid, (*last, *self._tail)
+        run, (x, y, z), fixed, tail = parts
+        tail = (*last, *tail)
 
         def launch(stream: int, *first: int) -> None:
-            run(*grid, stream, *fixed, *first, *tail)
+            run(x, y, z, stream, *fixed, *first, *tail)
 
         return launch
+
+    def around_output(
+        self, device: int, *pointers: Tensor
+    ) -> tuple[Callable[..., None], tuple[int, int, int], tuple[Any, ...], tuple[Any, ...]] | None:
+        """What `bind` calls, for a caller that saves the call: run(*grid, stream, *before, address, *after).
+
+        These are the first pointers; the address is that of the last, which is the output.
+        """
+        first = tuple(each.data_ptr() for each in pointers)
+        compiled = self._compiled.get(device)
+        if compiled is None or any(address & 15 for address in first):
+            return None
+        run, fixed, _ = compiled
+        return run, self._grid, (*fixed, *first), self._tail
 
     def _launch_ordinarily(self, pointers: tuple[Tensor | None, ...]) -> Any:
         given = [

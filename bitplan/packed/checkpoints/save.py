@@ -8,8 +8,9 @@ load as well.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import dtype_name
 from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.rounded_inputs import inputs_of, shown_inputs
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.format_choices import choose_formats
@@ -115,7 +117,8 @@ def save_packed(model: nn.Module, path: str | Path, *, force: bool = False, shar
 def adapt_to_transformers(model: nn.Module) -> None:
     """Replace the methods of transformers that assume that every weight is a plain tensor.
 
-    transformers' save_pretrained would write packed parts under names that nothing reads.
+    transformers' save_pretrained would write packed parts under names that nothing reads, and its models take their
+    device and type from their first parameter.
     """
     methods: dict[str, Callable[..., Any]] = {
         "save_pretrained": _save_pretrained,
@@ -125,6 +128,18 @@ def adapt_to_transformers(model: nn.Module) -> None:
     for name, ours in methods.items():
         if hasattr(model, name):
             setattr(model, name, functools.partial(ours, model))  # which can be pickled, as a method cannot
+    for part in model.modules():  # a model and its body, where norms have no weights (OLMo 1) and all else is packed
+        if hasattr(type(part), "save_pretrained") and next(part.parameters(), None) is None:
+            setattr(part, "parameters", functools.partial(_parameters_or_type, part))  # noqa: B010 (mypy)
+
+
+def _parameters_or_type(model: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    """The parameters; where there is none an empty tensor of the model's device and type, for code that asks these."""
+    parameters = type(model).parameters(model, recurse)
+    tables = (module for module in model.modules() if isinstance(module, QuantEmbedding))
+    stand_ins = (torch.empty(0, dtype=table.dtype, device=table.weight.device) for table in tables)
+    first = next(parameters, None)
+    yield from itertools.islice(stand_ins, 1) if first is None else itertools.chain((first,), parameters)
 
 
 def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:

@@ -59,6 +59,11 @@ def gemma():
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**KEYS, head_dim=16, sliding_window=8))
 
 
+def olmo():
+    """Its norms have no weights, so that a packed one has no parameter left."""
+    return transformers.OlmoForCausalLM(transformers.OlmoConfig(**KEYS, eos_token_id=2, pad_token_id=1))
+
+
 MODELS = {make.__name__: make for make in (llama, mixtral, qwen, bert, gemma)}
 
 
@@ -112,6 +117,21 @@ def test_logits_are_those_of_the_decoded_model_and_saving_gives_the_same_bytes(n
     assert (StackedExperts in kinds) == (name in ("mixtral", "qwen"))
     bitplan.save_packed(model, tmp_path / "again")
     assert contents(tmp_path / "again") == contents(tmp_path / "packed")
+
+
+def test_a_model_without_any_parameter_left_generates_and_has_a_device_and_a_type(tmp_path):
+    quantize_files.quantize_file(save(olmo(), tmp_path / "source"), tmp_path / "packed", "int8_row")
+    model = bitplan.load_packed(tmp_path / "packed", dtype=torch.bfloat16).model
+    assert not list(model.named_parameters())
+    for one in (model, model.model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert (one.device, one.dtype) == (torch.device("cpu"), torch.bfloat16)
+    assert model.float().dtype == torch.float32
+    asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 1}
+    made = model.generate(IDS, **asked)
+    decoded = bitplan.load_packed(tmp_path / "packed", model=olmo(), masters=True).model.eval()
+    assert made.tolist() == decoded.generate(IDS, **asked).tolist()
+    adapter = model.model.layers[0].mlp.extra = nn.Linear(2, 2)
+    assert list(model.parameters()) == list(adapter.parameters())
 
 
 def test_a_folder_is_complete(packed):
