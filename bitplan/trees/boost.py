@@ -148,7 +148,7 @@ def boost(
         booster = Booster(initial.start, initial.features, list(initial.trees), rounds_before=initial.rounds)
     booster_made(booster)
     held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
-    trainer = _Trainer(rows, settings, grower, held, span)
+    trainer = _Trainer(rows, settings, grower, held, span, booster.outputs)
     shards.sent_for("bins and start")
     watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
     scores = [_first_scores(one_set.rows, booster) for one_set in watched]
@@ -156,15 +156,16 @@ def boost(
     for round_number in range(settings.rounds):
         number = booster.rounds_before + round_number
         dropped = dropped_rounds(settings, number, shares)
-        left_out, share = booster.of_rounds(dropped), 1 / (len(dropped) + 1)
+        left_out, share = booster.of_rounds(dropped) if len(dropped) else None, 1 / (len(dropped) + 1)
         new = trainer.round(number, left_out, share)
-        if len(dropped):
+        if left_out is not None:
             for one_set, sums in zip(watched, scores, strict=True):
                 sums -= left_out.scores(one_set.rows.x) * share
         seen = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
         booster.losses += seen[-1:]
-        shares[dropped] *= 1 - share
-        shares = np.append(shares, share)
+        if settings.dropout is not None:
+            shares[dropped] *= 1 - share
+            shares = np.append(shares, share)
         booster.add_round(new, dropped, 1 - share)
         is_last = after_round(round_number)
         since_best = len(booster.losses) - 1 - int(np.argmin(booster.losses)) if booster.losses else 0
@@ -267,24 +268,28 @@ class RowScores(Protocol):
 
 
 class _Trainer:
-    def __init__(self, rows: Rows, settings: BoostSettings, grower: TreeGrower, scores: RowScores, span: Span) -> None:
+    def __init__(
+        self, rows: Rows, settings: BoostSettings, grower: TreeGrower, scores: RowScores, span: Span, outputs: int
+    ) -> None:
         self._rows, self._settings, self._grower, self._scores = rows, settings, grower, scores
         self._span, self._shards = span, span.shards
+        self._columns, self._outputs = np.arange(rows.x.shape[1]), outputs
 
-    def round(self, number: int, left_out: Booster, share: float) -> list[Tree]:
+    def round(self, number: int, left_out: Booster | None, share: float) -> list[Tree]:
         """The trees of one round; their gradients are those before the first of them, without the trees left out.
 
         share  of a step that is made; of the trees left out the rest is left
         """
-        theirs = left_out.scores(self._rows.x) if left_out.trees else None
+        theirs = left_out.scores(self._rows.x) if left_out is not None else None
         if theirs is not None:
             assert isinstance(self._scores, HostScores)
             self._scores.add_scores(-theirs)
         self._scores.find_gradients()
         used, unused = self._sample_rows(number)
         trees = []
-        for output in range(left_out.outputs):
-            words = np.random.SeedSequence([self._settings.seed, number, output]).generate_state(2, np.uint64)
+        for output in range(self._outputs):
+            drawn_by = np.array([self._settings.seed, number, output], np.uint32)  # a list takes longer
+            words = np.random.SeedSequence(drawn_by).generate_state(2, np.uint64)
             gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
             grown = self._grower.grow(gradients, used, self._sample_columns(int(words[1])))
             values, rate = self._scores.leaf_values(grown, output), self._settings.learning_rate * share
@@ -319,10 +324,10 @@ class _Trainer:
         return everyone[is_used], everyone[~is_used]
 
     def _sample_columns(self, seed: int) -> Array:
-        count = self._rows.x.shape[1]
+        count = len(self._columns)
         wanted = max(1, math.ceil(count * self._settings.column_share - 1e-9))
         if wanted == count:
-            return np.arange(count)
+            return self._columns
         return np.sort(np.random.default_rng(seed).choice(count, wanted, replace=False))
 
 
@@ -380,22 +385,23 @@ class HostScores:
     def leaf_values(self, grown: Grown, output: int) -> Array:
         """Leaf values from full-precision gradients, or by the objective's own rule."""
         data = self._rows
-        by_rule = self._objective.renew(data.y, self._scores, data.weights, grown.leaf_rows, self._shards, output)
+        of_rows = data.y, self._scores, data.weights
+        by_rule = self._objective.renew(*of_rows, lambda: grown.leaf_rows, self._shards, output)
         if by_rule is not None:
-            low, high = np.array(grown.leaf_bounds).T
+            low, high = grown.leaf_bounds.T
             return np.clip(by_rule, low, high)
         if not self._settings.renew_leaves:
             self._warn_of_coarse_leaves(grown.tree)
             return grown.tree.leaf_value
         unit: Array = np.array(units(*self._tops, self._span.total))
-        order, ends = _leaves_as_they_lie(grown)
+        order, ends = grown.as_they_lie
         sums = np.zeros(2 * len(ends), np.int64)
         given = grown.rows, row_pieces.First(), row_pieces.End(), ends, *self._by_output[output]
         row_pieces.run(trees_gradients.sum_leaves, len(grown.rows), SUM_NS, *given, *(1.0 / unit).tolist(), sums)
         here = np.empty((len(ends), 2), np.int64)
         here[order] = sums.reshape(-1, 2)
         totals = self._shards.add(here, "sums of leaves") * unit
-        return newton_steps(totals[:, 0], totals[:, 1], self._settings.rules, np.array(grown.leaf_bounds))
+        return newton_steps(totals, self._settings.rules, grown.leaf_bounds)
 
     def _warn_of_coarse_leaves(self, tree: Tree) -> None:
         """Say once that leaves are sums of so few codes that rounding shows."""
@@ -413,7 +419,7 @@ class HostScores:
             )
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
-        order, ends = _leaves_as_they_lie(grown)
+        order, ends = grown.as_they_lie
         rows = grown.rows, row_pieces.First(), row_pieces.End()
         given = self._scores, output, *rows, ends, tree.leaf_value[order]
         row_pieces.run(trees_rows.add_leaves, len(grown.rows), ADD_NS, *given)
@@ -427,9 +433,3 @@ class HostScores:
         trees_rows.add_binned_tree(
             columns, unused, grown.columns, grown.left_bins, tree.left, tree.right, tree.leaf_value, scores
         )
-
-
-def _leaves_as_they_lie(grown: Grown) -> tuple[Array, Array]:
-    """The leaves in the order of their rows, and where each ends; one may be empty in one of several processes."""
-    order = np.lexsort(grown.spans.T[::-1])
-    return order, grown.spans[order, 1]

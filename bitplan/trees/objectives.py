@@ -27,7 +27,7 @@ from bitplan.trees.loops import gradients as trees_gradients
 
 GRADIENT_NS = 8.0  # of a row and an output, about
 POISSON_CAUTION = math.exp(0.7)  # LightGBM's: a hessian larger than the real one, against steps that overshoot
-Leaves = Sequence[Array]  # the rows of each
+Leaves = Callable[[], Sequence[Array]]  # the rows of each
 CustomObjective = Callable[[Array, Array], tuple[Any, Any]]
 
 
@@ -98,7 +98,7 @@ class AbsoluteError(OneScore):
     def renew(
         self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
     ) -> Array | None:
-        return find_medians(y - scores[:, 0], weights, leaves, shards)
+        return find_medians(y - scores[:, 0], weights, leaves(), shards)
 
 
 class LogMean(OneScore):
@@ -247,7 +247,7 @@ class Quantile(OneScore):
     def renew(
         self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
     ) -> Array | None:
-        return find_quantiles(y - scores[:, 0], weights, leaves, self._share, shards)
+        return find_quantiles(y - scores[:, 0], weights, leaves(), self._share, shards)
 
 
 class Huber(OneScore):
