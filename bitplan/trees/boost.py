@@ -5,6 +5,7 @@ Nothing here knows about estimators, classes or files; a `Booster` is what they 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bitplan.base.loops import row_pieces
+from bitplan.base.loops.jit import on_threads, thread_count, use_threads
 from bitplan.base.optional import require
 from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, find_bins, give_back_memory
 from bitplan.trees.checks import number
@@ -263,7 +265,7 @@ class RowScores(Protocol):
 
     def find_gradients(self) -> None: ...
     def prepare(self, output: int, key: int | None) -> Any: ...  # as the grower takes them
-    def leaf_values(self, grown: Grown, output: int) -> Array: ...
+    def leaf_values(self, grown: Grown, output: int, gradients: Any) -> Array: ...
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None: ...
 
 
@@ -274,6 +276,7 @@ class _Trainer:
         self._rows, self._settings, self._grower, self._scores = rows, settings, grower, scores
         self._span, self._shards = span, span.shards
         self._columns, self._outputs = np.arange(rows.x.shape[1]), outputs
+        self._twins: dict[int, list[TreeGrower]] = {}  # by how many grow at once
 
     def round(self, number: int, left_out: Booster | None, share: float) -> list[Tree]:
         """The trees of one round; their gradients are those before the first of them, without the trees left out.
@@ -286,21 +289,44 @@ class _Trainer:
             self._scores.add_scores(-theirs)
         self._scores.find_gradients()
         used, unused = self._sample_rows(number)
-        trees = []
-        for output in range(self._outputs):
-            drawn_by = np.array([self._settings.seed, number, output], np.uint32)  # a list takes longer
-            words = np.random.SeedSequence(drawn_by).generate_state(2, np.uint64)
-            gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
-            grown = self._grower.grow(gradients, used, self._sample_columns(int(words[1])))
-            values, rate = self._scores.leaf_values(grown, output), self._settings.learning_rate * share
-            tree = replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
-            self._scores.add(tree, grown, unused, output)
-            trees.append(tree)
-            self._shards.sent_for("tree")
+        trees = self._trees(number, used, unused, self._settings.learning_rate * share)
         if theirs is not None:
             assert isinstance(self._scores, HostScores)
             self._scores.add_scores(theirs * (1 - share))
         return trees
+
+    def _trees(self, number: int, used: Array | range, unused: Array, rate: float) -> list[Tree]:
+        """A tree for each output, several at the same time, each by some of the threads; they are the same trees."""
+        at_once, given = self._grower.at_once(self._outputs), (number, used, unused, rate)
+        if at_once == 1:
+            return [self._tree((self._grower, output), *given) for output in range(self._outputs)]
+        if len(unused):
+            _ = self._grower.columns  # all of them are copied, before several threads ask for them
+        trees: list[Tree] = []
+        for first in range(0, self._outputs, at_once):
+            outputs = range(first, min(first + at_once, self._outputs))
+            growers = self._twins.setdefault(len(outputs), [])
+            growers += [self._grower.twin() for _ in range(len(outputs) - len(growers))]
+            grow = functools.partial(self._tree_beside, thread_count() // len(outputs), given)
+            trees += on_threads(grow, list(zip(growers, outputs, strict=True)))
+        return trees
+
+    def _tree_beside(self, threads: int, given: tuple[Any, ...], of: tuple[TreeGrower, int]) -> Tree:
+        with use_threads(threads):
+            return self._tree(of, *given)
+
+    def _tree(self, of: tuple[TreeGrower, int], number: int, used: Array | range, unused: Array, rate: float) -> Tree:
+        """By this grower, for this output."""
+        grower, output = of
+        drawn_by = np.array([self._settings.seed, number, output], np.uint32)  # a list takes longer
+        words = np.random.SeedSequence(drawn_by).generate_state(2, np.uint64)
+        gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
+        grown = grower.grow(gradients, used, self._sample_columns(int(words[1])))
+        values = self._scores.leaf_values(grown, output, gradients)
+        tree = replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
+        self._scores.add(tree, grown, unused, output)
+        self._shards.sent_for("tree")
+        return tree
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
         """Rows to grow trees from, and the others."""
@@ -338,10 +364,10 @@ class HostScores:
         self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, scores: Array, span: Span
     ) -> None:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
-        self._span, self._shards, self._scores = span, span.shards, scores
+        self._span, self._shards = span, span.shards
+        self._scores = np.asfortranarray(scores)  # of an output one after the other
         self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
         self._by_output = list(zip(self._grads, self._hess, strict=True))
-        self._tops, self._hess_scale = (0.0, 0.0), 0.0  # of the tree that grows
         self._has_warned = False
 
     def find_gradients(self) -> None:
@@ -368,9 +394,7 @@ class HostScores:
         return is_used
 
     def prepare(self, output: int, key: int | None) -> Gradients:
-        held = prepare(*self._by_output[output], self._settings.precision, key, self._span)
-        self._tops, self._hess_scale = held.tops, held.hess_scale
-        return held
+        return prepare(*self._by_output[output], self._settings.precision, key, self._span)
 
     def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
         """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
@@ -382,7 +406,7 @@ class HostScores:
         grads, hess = self._grower.idle_space.view(np.float32).reshape(2, 1, count)
         return grads, np.empty_like(hess) if self._settings.precision is GradientPrecision.F32 else hess
 
-    def leaf_values(self, grown: Grown, output: int) -> Array:
+    def leaf_values(self, grown: Grown, output: int, gradients: Gradients) -> Array:
         """Leaf values from full-precision gradients, or by the objective's own rule."""
         data = self._rows
         of_rows = data.y, self._scores, data.weights
@@ -391,9 +415,9 @@ class HostScores:
             low, high = grown.leaf_bounds.T
             return np.clip(by_rule, low, high)
         if not self._settings.renew_leaves:
-            self._warn_of_coarse_leaves(grown.tree)
+            self._warn_of_coarse_leaves(grown.tree, gradients.hess_scale)
             return grown.tree.leaf_value
-        unit: Array = np.array(units(*self._tops, self._span.total))
+        unit: Array = np.array(units(*gradients.tops, self._span.total))
         order, ends = grown.as_they_lie
         sums = np.zeros(2 * len(ends), np.int64)
         given = grown.rows, row_pieces.First(), row_pieces.End(), ends, *self._by_output[output]
@@ -403,11 +427,11 @@ class HostScores:
         totals = self._shards.add(here, "sums of leaves") * unit
         return newton_steps(totals, self._settings.rules, grown.leaf_bounds)
 
-    def _warn_of_coarse_leaves(self, tree: Tree) -> None:
+    def _warn_of_coarse_leaves(self, tree: Tree, hess_scale: float) -> None:
         """Say once that leaves are sums of so few codes that rounding shows."""
         if self._settings.precision is GradientPrecision.F32 or self._has_warned:
             return
-        coarse = int(np.count_nonzero(tree.leaf_weight < FEW_CODES * self._hess_scale))
+        coarse = int(np.count_nonzero(tree.leaf_weight < FEW_CODES * hess_scale))
         if coarse:
             self._has_warned = True
             warnings.warn(
@@ -421,7 +445,7 @@ class HostScores:
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         order, ends = grown.as_they_lie
         rows = grown.rows, row_pieces.First(), row_pieces.End()
-        given = self._scores, output, *rows, ends, tree.leaf_value[order]
+        given = self._scores[:, output], *rows, ends, tree.leaf_value[order]
         row_pieces.run(trees_rows.add_leaves, len(grown.rows), ADD_NS, *given)
         if not len(unused):
             return

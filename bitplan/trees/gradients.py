@@ -220,7 +220,7 @@ class _Magnitudes:
         self._sizes, self._shards = np.abs(numbers), shards
 
     def count(self, bound: float) -> int:
-        here = np.count_nonzero(self._sizes > np.float32(bound))
+        here = int(np.count_nonzero(self._sizes > np.float32(bound)))
         if self._shards.count == 1:
             return here
         return int(self._shards.add(np.array([here], np.int64), "rows beyond a bound")[0])

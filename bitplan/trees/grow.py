@@ -14,7 +14,7 @@ summed in one step.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -29,12 +29,14 @@ from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
-from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size
+from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size, tree_ns
 from bitplan.trees.tree import FAR, Tree
 
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 NO_SUMS = np.zeros(3, np.int64)
 NODES_A_STEP = 8  # that several processes expand together
+ALONE_NS = 1e6  # of work: quicker trees grow one after the other
+MOST_SPACE = 2**30  # bytes, beside the table, of trees that grow at the same time
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class TreeGrower:
         self._numbers = rules.numbers
         self._team: TeamSpace | None = None
         self._team_growth: Growth | None = None
+        self._addresses: dict[tuple[bool, bool, bool], Array] = {}
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
         self._entries, self._scales = self._space[:0], np.zeros(2)
         self._chosen: Array | None = None
@@ -133,6 +136,23 @@ class TreeGrower:
     def idle_space(self) -> Array:
         """8 bytes a row that nothing is in until a tree's first rows are divided: after they are entered."""
         return self._spare
+
+    def at_once(self, outputs: int) -> int:
+        """How many trees of a round should grow at the same time: threads of one tree wait for each other, those of
+        several do not."""
+        rows, features = self._data.rows, len(self._bins.edges)
+        work, leaves = tree_ns(rows, features, self._rules.max_leaves), min(self._rules.max_leaves, rows)
+        if self._shards.count > 1 or work < ALONE_NS:
+            return 1
+        space = 16 * rows + 2 * leaves * features * BINS * 16  # entries, and histograms of leaves
+        return max(min(outputs, thread_count(), MOST_SPACE // space), 1)
+
+    def twin(self) -> TreeGrower:
+        """Another grower for the same rows, whose trees may grow beside this one's. It has its own list of columns that
+        are copied: a team agrees on it."""
+        made = TreeGrower(replace(self._data, is_there=self._data.is_there.copy()), self._bins, self._rules)
+        made._addresses = self._addresses
+        return made
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
@@ -184,7 +204,7 @@ class TreeGrower:
         growth.set_root(rows, NO_SUMS)
         size = team_size(self._data.rows, len(self._data.is_there), self._rules.max_leaves)
         if self._team is None or self._team.size != size:
-            self._team = TeamSpace(self._data, size)
+            self._team = TeamSpace(self._data, size, self._addresses)
         numbers = self._by_feature, self._scales, self._numbers, self._bins.is_category, self._monotone
         by_kind = self._by_kind if packs else (features, features, features)
         options = *numbers, self._judging_parts, packs and not precise
@@ -279,7 +299,15 @@ class TreeGrower:
         queue.lay_out(*given)
         (rows, columns), left_bins = wholes, growth.goes_left[splits[:, queue.NODE]]
         tree = Tree(
-            *(places[0], numbers[0], sides, places[1], places[2], *numbers[1:], rows),
+            feature=places[0],
+            threshold=numbers[0],
+            missing_left=sides,
+            left=places[1],
+            right=places[2],
+            gain=numbers[1],
+            node_value=numbers[2],
+            node_weight=numbers[3],
+            node_rows=rows,
             categories=self._category_sets(columns, left_bins),
             leaf_value=values[0],
             leaf_weight=values[1],

@@ -161,9 +161,9 @@ class Multiclass:
         return np.log(np.maximum(shares, 1e-15))
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        parts = [Cut(part) if len(part) else part for part in (y, scores, weights)]
-        row_ns = GRADIENT_NS * self.outputs
-        run_pieces(trees_gradients.softmax, len(y), row_ns, *parts, Cut(grads, axis=1), Cut(hess, axis=1))
+        given = Cut(y), Cut(np.ascontiguousarray(scores.T), axis=1), Cut(weights) if len(weights) else weights
+        results = Cut(grads, axis=1), Cut(hess, axis=1)
+        run_pieces(trees_gradients.softmax, len(y), GRADIENT_NS * self.outputs, *given, *results)
 
     def mean(self, scores: Array) -> Array:
         powers: Array = np.exp(scores - scores.max(axis=1, keepdims=True))

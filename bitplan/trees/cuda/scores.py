@@ -126,7 +126,7 @@ class CudaScores:
         ]
         return CudaGradients(*parts, scales[0], scales[1], key)
 
-    def leaf_values(self, grown: Grown, output: int) -> Array:
+    def leaf_values(self, grown: Grown, output: int, _gradients: CudaGradients) -> Array:
         """Newton steps, of full-precision gradients where leaves are to be renewed."""
         if not self._renews:
             return grown.tree.leaf_value

@@ -114,9 +114,9 @@ def find_scale(numbers, top, end, most, fewest, far, few, ordered, scale):  # ty
             held += 1
     best = bound / end if bound / end > top / most else top / most
     total = 0.0
-    for place in range(held):
-        total += np.float64(ordered[U(place)])
-        least = total / (far + (end - 1) * (place + 1))
+    for rank in range(held):
+        total += np.float64(ordered[U(rank)])
+        least = total / (far + (end - 1) * (rank + 1))
         best = least if least > best else best
     scale[0] = best
 
@@ -202,17 +202,18 @@ def binary(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
 
 @compiled
 def softmax(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
-    """scores (rows, classes); grads and hess (classes, rows), so that the tree of a class reads one array."""
-    classes = scores.shape[1]
+    """scores, grads and hess (classes, rows), so that the tree of a class reads one array."""
+    classes = scores.shape[0]
     factor = classes / (classes - 1.0)
     for i in range(y.size):
         weight = weights[i] if weights.size else 1.0
-        top = scores[i].max()
-        total = 0.0
+        top, total = -np.inf, 0.0
         for k in range(classes):
-            total += math.exp(scores[i, k] - top)
+            top = scores[k, i] if scores[k, i] > top else top
         for k in range(classes):
-            p = math.exp(scores[i, k] - top) / total
+            total += math.exp(scores[k, i] - top)
+        for k in range(classes):
+            p = math.exp(scores[k, i] - top) / total
             grads[k, i] = (p - (1.0 if y[i] == k else 0.0)) * weight
             hess[k, i] = factor * p * (1.0 - p) * weight
 

@@ -204,7 +204,21 @@ def divide(  # type: ignore[no-untyped-def]
 
 @compiled
 def lay_out(  # type: ignore[no-untyped-def]
-    nodes, reals, leaves, splits, scales, rules, thresholds, features, places, numbers, wholes, sides, values, spans, bounds
+    nodes,
+    reals,
+    leaves,
+    splits,
+    scales,
+    rules,
+    thresholds,
+    features,
+    places,
+    numbers,
+    wholes,
+    sides,
+    values,
+    spans,
+    bounds,
 ):
     """A finished tree as `Tree` and `Grown` have it, by split and by leaf: features and children into `places`;
     thresholds, gains, steps and hessians into `numbers`; rows and columns of bins into `wholes`; where missing values
