@@ -5,6 +5,7 @@ Nothing here knows about estimators, classes or files; a `Booster` is what they 
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from bitplan.base.loops import row_pieces
+from bitplan.base.loops.jit import on_threads, thread_count, use_threads
 from bitplan.base.optional import require
 from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, find_bins, give_back_memory
 from bitplan.trees.checks import number
@@ -148,7 +150,7 @@ def boost(
         booster = Booster(initial.start, initial.features, list(initial.trees), rounds_before=initial.rounds)
     booster_made(booster)
     held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
-    trainer = _Trainer(rows, settings, grower, held, span)
+    trainer = _Trainer(rows, settings, grower, held, span, booster.outputs)
     shards.sent_for("bins and start")
     watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
     scores = [_first_scores(one_set.rows, booster) for one_set in watched]
@@ -156,15 +158,16 @@ def boost(
     for round_number in range(settings.rounds):
         number = booster.rounds_before + round_number
         dropped = dropped_rounds(settings, number, shares)
-        left_out, share = booster.of_rounds(dropped), 1 / (len(dropped) + 1)
+        left_out, share = booster.of_rounds(dropped) if len(dropped) else None, 1 / (len(dropped) + 1)
         new = trainer.round(number, left_out, share)
-        if len(dropped):
+        if left_out is not None:
             for one_set, sums in zip(watched, scores, strict=True):
                 sums -= left_out.scores(one_set.rows.x) * share
         seen = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
         booster.losses += seen[-1:]
-        shares[dropped] *= 1 - share
-        shares = np.append(shares, share)
+        if settings.dropout is not None:
+            shares[dropped] *= 1 - share
+            shares = np.append(shares, share)
         booster.add_round(new, dropped, 1 - share)
         is_last = after_round(round_number)
         since_best = len(booster.losses) - 1 - int(np.argmin(booster.losses)) if booster.losses else 0
@@ -262,40 +265,68 @@ class RowScores(Protocol):
 
     def find_gradients(self) -> None: ...
     def prepare(self, output: int, key: int | None) -> Any: ...  # as the grower takes them
-    def leaf_values(self, grown: Grown, output: int) -> Array: ...
+    def leaf_values(self, grown: Grown, output: int, gradients: Any) -> Array: ...
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None: ...
 
 
 class _Trainer:
-    def __init__(self, rows: Rows, settings: BoostSettings, grower: TreeGrower, scores: RowScores, span: Span) -> None:
+    def __init__(
+        self, rows: Rows, settings: BoostSettings, grower: TreeGrower, scores: RowScores, span: Span, outputs: int
+    ) -> None:
         self._rows, self._settings, self._grower, self._scores = rows, settings, grower, scores
         self._span, self._shards = span, span.shards
+        self._columns, self._outputs = np.arange(rows.x.shape[1]), outputs
+        self._twins: dict[int, list[TreeGrower]] = {}  # by how many grow at once
 
-    def round(self, number: int, left_out: Booster, share: float) -> list[Tree]:
+    def round(self, number: int, left_out: Booster | None, share: float) -> list[Tree]:
         """The trees of one round; their gradients are those before the first of them, without the trees left out.
 
         share  of a step that is made; of the trees left out the rest is left
         """
-        theirs = left_out.scores(self._rows.x) if left_out.trees else None
+        theirs = left_out.scores(self._rows.x) if left_out is not None else None
         if theirs is not None:
             assert isinstance(self._scores, HostScores)
             self._scores.add_scores(-theirs)
         self._scores.find_gradients()
         used, unused = self._sample_rows(number)
-        trees = []
-        for output in range(left_out.outputs):
-            words = np.random.SeedSequence([self._settings.seed, number, output]).generate_state(2, np.uint64)
-            gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
-            grown = self._grower.grow(gradients, used, self._sample_columns(int(words[1])))
-            values, rate = self._scores.leaf_values(grown, output), self._settings.learning_rate * share
-            tree = replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
-            self._scores.add(tree, grown, unused, output)
-            trees.append(tree)
-            self._shards.sent_for("tree")
+        trees = self._trees(number, used, unused, self._settings.learning_rate * share)
         if theirs is not None:
             assert isinstance(self._scores, HostScores)
             self._scores.add_scores(theirs * (1 - share))
         return trees
+
+    def _trees(self, number: int, used: Array | range, unused: Array, rate: float) -> list[Tree]:
+        """A tree for each output, several at the same time, each by some of the threads; they are the same trees."""
+        at_once, given = self._grower.at_once(self._outputs), (number, used, unused, rate)
+        if at_once == 1:
+            return [self._tree((self._grower, output), *given) for output in range(self._outputs)]
+        if len(unused):
+            _ = self._grower.columns  # all of them are copied, before several threads ask for them
+        trees: list[Tree] = []
+        for first in range(0, self._outputs, at_once):
+            outputs = range(first, min(first + at_once, self._outputs))
+            growers = self._twins.setdefault(len(outputs), [])
+            growers += [self._grower.twin() for _ in range(len(outputs) - len(growers))]
+            grow = functools.partial(self._tree_beside, thread_count() // len(outputs), given)
+            trees += on_threads(grow, list(zip(growers, outputs, strict=True)))
+        return trees
+
+    def _tree_beside(self, threads: int, given: tuple[Any, ...], of: tuple[TreeGrower, int]) -> Tree:
+        with use_threads(threads):
+            return self._tree(of, *given)
+
+    def _tree(self, of: tuple[TreeGrower, int], number: int, used: Array | range, unused: Array, rate: float) -> Tree:
+        """By this grower, for this output."""
+        grower, output = of
+        drawn_by = np.array([self._settings.seed, number, output], np.uint32)  # a list takes longer
+        words = np.random.SeedSequence(drawn_by).generate_state(2, np.uint64)
+        gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
+        grown = grower.grow(gradients, used, self._sample_columns(int(words[1])))
+        values = self._scores.leaf_values(grown, output, gradients)
+        tree = replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
+        self._scores.add(tree, grown, unused, output)
+        self._shards.sent_for("tree")
+        return tree
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
         """Rows to grow trees from, and the others."""
@@ -319,10 +350,10 @@ class _Trainer:
         return everyone[is_used], everyone[~is_used]
 
     def _sample_columns(self, seed: int) -> Array:
-        count = self._rows.x.shape[1]
+        count = len(self._columns)
         wanted = max(1, math.ceil(count * self._settings.column_share - 1e-9))
         if wanted == count:
-            return np.arange(count)
+            return self._columns
         return np.sort(np.random.default_rng(seed).choice(count, wanted, replace=False))
 
 
@@ -333,10 +364,10 @@ class HostScores:
         self, rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, scores: Array, span: Span
     ) -> None:
         self._rows, self._objective, self._settings, self._grower = rows, objective, settings, grower
-        self._span, self._shards, self._scores = span, span.shards, scores
+        self._span, self._shards = span, span.shards
+        self._scores = np.asfortranarray(scores)  # of an output one after the other
         self._grads, self._hess = self._gradient_space(*scores.shape[::-1])
         self._by_output = list(zip(self._grads, self._hess, strict=True))
-        self._tops, self._hess_scale = (0.0, 0.0), 0.0  # of the tree that grows
         self._has_warned = False
 
     def find_gradients(self) -> None:
@@ -363,9 +394,7 @@ class HostScores:
         return is_used
 
     def prepare(self, output: int, key: int | None) -> Gradients:
-        held = prepare(*self._by_output[output], self._settings.precision, key, self._span)
-        self._tops, self._hess_scale = held.tops, held.hess_scale
-        return held
+        return prepare(*self._by_output[output], self._settings.precision, key, self._span)
 
     def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
         """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
@@ -377,31 +406,32 @@ class HostScores:
         grads, hess = self._grower.idle_space.view(np.float32).reshape(2, 1, count)
         return grads, np.empty_like(hess) if self._settings.precision is GradientPrecision.F32 else hess
 
-    def leaf_values(self, grown: Grown, output: int) -> Array:
+    def leaf_values(self, grown: Grown, output: int, gradients: Gradients) -> Array:
         """Leaf values from full-precision gradients, or by the objective's own rule."""
         data = self._rows
-        by_rule = self._objective.renew(data.y, self._scores, data.weights, grown.leaf_rows, self._shards, output)
+        of_rows = data.y, self._scores, data.weights
+        by_rule = self._objective.renew(*of_rows, lambda: grown.leaf_rows, self._shards, output)
         if by_rule is not None:
-            low, high = np.array(grown.leaf_bounds).T
+            low, high = grown.leaf_bounds.T
             return np.clip(by_rule, low, high)
         if not self._settings.renew_leaves:
-            self._warn_of_coarse_leaves(grown.tree)
+            self._warn_of_coarse_leaves(grown.tree, gradients.hess_scale)
             return grown.tree.leaf_value
-        unit: Array = np.array(units(*self._tops, self._span.total))
-        order, ends = _leaves_as_they_lie(grown)
+        unit: Array = np.array(units(*gradients.tops, self._span.total))
+        order, ends = grown.as_they_lie
         sums = np.zeros(2 * len(ends), np.int64)
         given = grown.rows, row_pieces.First(), row_pieces.End(), ends, *self._by_output[output]
         row_pieces.run(trees_gradients.sum_leaves, len(grown.rows), SUM_NS, *given, *(1.0 / unit).tolist(), sums)
         here = np.empty((len(ends), 2), np.int64)
         here[order] = sums.reshape(-1, 2)
         totals = self._shards.add(here, "sums of leaves") * unit
-        return newton_steps(totals[:, 0], totals[:, 1], self._settings.rules, np.array(grown.leaf_bounds))
+        return newton_steps(totals, self._settings.rules, grown.leaf_bounds)
 
-    def _warn_of_coarse_leaves(self, tree: Tree) -> None:
+    def _warn_of_coarse_leaves(self, tree: Tree, hess_scale: float) -> None:
         """Say once that leaves are sums of so few codes that rounding shows."""
         if self._settings.precision is GradientPrecision.F32 or self._has_warned:
             return
-        coarse = int(np.count_nonzero(tree.leaf_weight < FEW_CODES * self._hess_scale))
+        coarse = int(np.count_nonzero(tree.leaf_weight < FEW_CODES * hess_scale))
         if coarse:
             self._has_warned = True
             warnings.warn(
@@ -413,9 +443,9 @@ class HostScores:
             )
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
-        order, ends = _leaves_as_they_lie(grown)
+        order, ends = grown.as_they_lie
         rows = grown.rows, row_pieces.First(), row_pieces.End()
-        given = self._scores, output, *rows, ends, tree.leaf_value[order]
+        given = self._scores[:, output], *rows, ends, tree.leaf_value[order]
         row_pieces.run(trees_rows.add_leaves, len(grown.rows), ADD_NS, *given)
         if not len(unused):
             return
@@ -427,9 +457,3 @@ class HostScores:
         trees_rows.add_binned_tree(
             columns, unused, grown.columns, grown.left_bins, tree.left, tree.right, tree.leaf_value, scores
         )
-
-
-def _leaves_as_they_lie(grown: Grown) -> tuple[Array, Array]:
-    """The leaves in the order of their rows, and where each ends; one may be empty in one of several processes."""
-    order = np.lexsort(grown.spans.T[::-1])
-    return order, grown.spans[order, 1]

@@ -100,10 +100,10 @@ class GradientsI16(Gradients):
         few = few_of(span.total)
         counts = _count_beyond(grads, hess, tops, span.shards)
         scales = [
-            top / end if count > few else far_scale(_Magnitudes(part, span.shards), top, end, far, few)
+            top / end if count > few else _find_scale(part, top, end, far, few, span.shards)
             for part, top, end, far, count in zip((grads, hess), tops, cls.ends, FAR_SUMS, counts, strict=True)
         ]
-        is_far = any(scale < top / end for scale, top, end in zip(scales, tops, cls.ends, strict=True))
+        is_far = scales[0] < tops[0] / cls.ends[0] or scales[1] < tops[1] / cls.ends[1]
         return cls(grads, hess, scales[0], scales[1], tops, key, span.first, is_far)
 
 
@@ -146,20 +146,28 @@ def check_floats(grads: Array, hess: Array) -> None:
 
 def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:
     """Largest |gradient| and hessian of all processes; refuses what has no scale."""
-    piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
-    largest_seen = np.zeros((max(-(-len(grads) // piece), 1), 3), np.int32)
-    bits = (row_pieces.Cut(part.view(np.int32)) for part in (grads, hess))
-    row_pieces.run(trees_gradients.find_largest, len(grads), LARGEST_NS, *bits, row_pieces.First(), piece, largest_seen)
-    here = largest_seen[:, :2].max(axis=0, initial=0).view(np.float32).astype(np.float64)
-    if not np.all(here < np.inf) or np.any(largest_seen[:, 2]):
+    seen = _of_pieces(trees_gradients.find_largest, grads, hess, np.int32).max(axis=0)
+    top_grad, top_hess = seen[:2].view(np.float32).tolist()
+    if seen[2] or not (top_grad < math.inf and top_hess < math.inf):
         row = int(np.argmax(~(np.isfinite(grads) & np.isfinite(hess) & (hess >= 0))))
         raise TreesError(
             f"gradients: row {row} has gradient {grads[row]} and hessian {hess[row]}, expected finite float32 and "
             "a hessian of at least 0; look at the targets and weights of that row, at the learning rate, or at the "
             "custom objective"
         )
-    top_grad, top_hess = shards.top(here, "largest gradient and hessian")
-    return float(top_grad), float(top_hess)
+    if shards.count == 1:
+        return top_grad, top_hess
+    top_grad, top_hess = shards.top(np.array([top_grad, top_hess]), "largest gradient and hessian").tolist()
+    return top_grad, top_hess
+
+
+def _of_pieces(loop: Any, grads: Array, hess: Array, kind: type, *more: Any) -> Array:
+    """(pieces, 3): what a loop over pieces of both, whose bits it reads, finds in each."""
+    piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
+    found: Array = np.zeros((max(-(-len(grads) // piece), 1), 3), kind)
+    bits = row_pieces.Cut(grads.view(np.int32)), row_pieces.Cut(hess.view(np.int32))
+    row_pieces.run(loop, len(grads), LARGEST_NS, *bits, row_pieces.First(), piece, *more, found)
+    return found
 
 
 def units(top_grad: float, top_hess: float, rows: int) -> tuple[float, float]:
@@ -181,15 +189,23 @@ def few_of(rows: int) -> int:
 
 
 def _count_beyond(grads: Array, hess: Array, tops: tuple[float, float], shards: Shards) -> tuple[int, int]:
-    """How many gradients and hessians, of all processes, are beyond a quarter of the largest."""
-    limits = (np.array(tops, np.float32) / np.float32(4)).view(np.int32)
-    piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
-    counts = np.zeros((max(-(-len(grads) // piece), 1), 2), np.int64)
-    bits = (row_pieces.Cut(part.view(np.int32)) for part in (grads, hess))
-    given = row_pieces.First(), piece, *limits.tolist(), counts
-    row_pieces.run(trees_gradients.count_beyond, len(grads), LARGEST_NS, *bits, *given)
-    of_grads, of_hess = shards.add(counts.sum(axis=0), "rows near the largest")
-    return int(of_grads), int(of_hess)
+    """How many gradients and hessians, of all processes, are beyond a quarter of the largest; not counted where few
+    rows are looked at again in no time."""
+    if shards.count == 1 and row_pieces.threads_for(len(grads), LARGEST_NS) == 1:
+        return 0, 0
+    limits = (np.array(tops, np.float32) / np.float32(4)).view(np.int32).tolist()
+    counts = _of_pieces(trees_gradients.count_beyond, grads, hess, np.int64, *limits)[:, :2]
+    of_grads, of_hess = shards.add(counts.sum(axis=0), "rows near the largest").tolist()
+    return of_grads, of_hess
+
+
+def _find_scale(numbers: Array, top: float, end: int, far: int, few: int, shards: Shards) -> float:
+    """`far_scale` of numbers in memory."""
+    if shards.count > 1:
+        return far_scale(_Magnitudes(numbers, shards), top, end, far, few)
+    ordered, scale = np.empty(few, np.float32), np.empty(1)
+    trees_gradients.find_scale(numbers, top, end, MOST_CODES[0], FEWEST, far, few, ordered, scale)
+    return float(scale[0])
 
 
 class Magnitudes(Protocol):
@@ -204,8 +220,10 @@ class _Magnitudes:
         self._sizes, self._shards = np.abs(numbers), shards
 
     def count(self, bound: float) -> int:
-        here = np.array([np.count_nonzero(self._sizes > np.float32(bound))], np.int64)
-        return int(self._shards.add(here, "rows beyond a bound")[0])
+        here = int(np.count_nonzero(self._sizes > np.float32(bound)))
+        if self._shards.count == 1:
+            return here
+        return int(self._shards.add(np.array([here], np.int64), "rows beyond a bound")[0])
 
     def beyond(self, bound: float) -> Array:
         return np.concatenate(self._shards.gather(self._sizes[self._sizes > np.float32(bound)], "far rows"))

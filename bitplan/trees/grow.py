@@ -13,7 +13,8 @@ summed in one step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -28,12 +29,14 @@ from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
 from bitplan.trees.loops.histogram import BINS
-from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size
+from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size, tree_ns
 from bitplan.trees.tree import FAR, Tree
 
 THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 NO_SUMS = np.zeros(3, np.int64)
 NODES_A_STEP = 8  # that several processes expand together
+ALONE_NS = 1e6  # of work: quicker trees grow one after the other
+MOST_SPACE = 2**30  # bytes, beside the table, of trees that grow at the same time
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ class GrowthRules:
     category_smoothing: float = 10.0
     category_l2: float = 10.0
 
-    @property
+    @cached_property
     def numbers(self) -> Array:
         """In the order of `trees.loops.split`."""
         return np.array(
@@ -87,6 +90,12 @@ class Grown:
     columns: Array
     left_bins: Array
 
+    @cached_property
+    def as_they_lie(self) -> tuple[Array, Array]:
+        """The leaves in the order of their rows, and where each ends; one may be empty in one of several processes."""
+        order = np.lexsort(self.spans.T[::-1])
+        return order, self.spans[order, 1]
+
     @property
     def leaf_rows(self) -> list[Array]:
         return [self.rows[start:stop] for start, stop in self.spans.tolist()]
@@ -99,9 +108,11 @@ class TreeGrower:
         self._data, self._bins, self._rules, self._shards = data, bins, rules, shards
         self._monotone = rules.monotone[bins.features].astype(np.int64)
         self._is_bounded = bool(rules.l1 or np.any(self._monotone))
+        self._has_categories = bool(np.any(bins.is_category))
         self._numbers = rules.numbers
         self._team: TeamSpace | None = None
         self._team_growth: Growth | None = None
+        self._addresses: dict[tuple[bool, bool, bool], Array] = {}
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
         self._entries, self._scales = self._space[:0], np.zeros(2)
         self._chosen: Array | None = None
@@ -113,7 +124,7 @@ class TreeGrower:
 
     @cached_property
     def _judging_parts(self) -> Array:
-        parts: Array = kernels.judging_parts(bool(np.any(self._bins.is_category)), self._is_bounded)
+        parts: Array = kernels.judging_parts(self._has_categories, self._is_bounded)
         return parts
 
     @property
@@ -126,11 +137,28 @@ class TreeGrower:
         """8 bytes a row that nothing is in until a tree's first rows are divided: after they are entered."""
         return self._spare
 
+    def at_once(self, outputs: int) -> int:
+        """How many trees of a round should grow at the same time: threads of one tree wait for each other, those of
+        several do not."""
+        rows, features = self._data.rows, len(self._bins.edges)
+        work, leaves = tree_ns(rows, features, self._rules.max_leaves), min(self._rules.max_leaves, rows)
+        if self._shards.count > 1 or work < ALONE_NS:
+            return 1
+        space = 16 * rows + 2 * leaves * features * BINS * 16  # entries, and histograms of leaves
+        return max(min(outputs, thread_count(), MOST_SPACE // space), 1)
+
+    def twin(self) -> TreeGrower:
+        """Another grower for the same rows, whose trees may grow beside this one's. It has its own list of columns that
+        are copied: a team agrees on it."""
+        made = TreeGrower(replace(self._data, is_there=self._data.is_there.copy()), self._bins, self._rules)
+        made._addresses = self._addresses
+        return made
+
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
         self._scales[:] = gradients.grad_scale, gradients.hess_scale
         columns = self._choose_columns(features)
-        packs = self._can_pack() and not np.all(self._bins.is_category[columns])
+        packs = len(self._by_kind[0]) > 0 and self._can_pack(gradients)
         entries = enter(gradients, rows, self._space)
         if len(entries) != len(self._entries):
             self._entries = entries  # reordered leaf by leaf
@@ -140,7 +168,7 @@ class TreeGrower:
 
     def _choose_columns(self, features: Array) -> Array:
         """The columns of bins of some features; as long as these are the same, the same array."""
-        if self._chosen is None or not np.array_equal(features, self._chosen):
+        if features is not self._chosen and (self._chosen is None or not np.array_equal(features, self._chosen)):
             self._chosen = features
             columns = self._columns = np.flatnonzero(np.isin(self._bins.features, features))
             is_category = self._bins.is_category[columns]
@@ -176,7 +204,7 @@ class TreeGrower:
         growth.set_root(rows, NO_SUMS)
         size = team_size(self._data.rows, len(self._data.is_there), self._rules.max_leaves)
         if self._team is None or self._team.size != size:
-            self._team = TeamSpace(self._data, size)
+            self._team = TeamSpace(self._data, size, self._addresses)
         numbers = self._by_feature, self._scales, self._numbers, self._bins.is_category, self._monotone
         by_kind = self._by_kind if packs else (features, features, features)
         options = *numbers, self._judging_parts, packs and not precise
@@ -225,15 +253,13 @@ class TreeGrower:
         if splits & 2:
             growth.histograms[large] = rest
 
-    def _can_pack(self) -> bool:
+    def _can_pack(self, gradients: Gradients) -> bool:
         """Whether one-word cells may be judged as they are: nothing is bounded, and float32 holds what it must."""
-        grad_scale, hess_scale = self._scales
-        if self._is_bounded or not (grad_scale > 0 and hess_scale > 0):
+        square, hess_scale = gradients.grad_scale * gradients.grad_scale, gradients.hess_scale
+        if self._is_bounded or not (square > 0 and hess_scale > 0):
             return False
-        with np.errstate(all="ignore"):
-            extra, unit = self._rules.l2 / hess_scale, hess_scale / (grad_scale * grad_scale)
-        limit = kernels.QUICK_L2
-        return bool((extra == 0 or 1 / limit < extra < limit) and 0 < unit < np.inf)
+        extra, unit, limit = self._rules.l2 / hess_scale, hess_scale / square, kernels.QUICK_L2
+        return (extra == 0 or 1 / limit < extra < limit) and 0 < unit < math.inf
 
     def _partition(self, node: int) -> int:
         """By all threads; how many rows went left."""
@@ -264,53 +290,43 @@ class TreeGrower:
 
     def _finish(self, growth: Growth) -> Grown:
         leaves, splits = growth.leaves[: growth.counts[queue.LEAVES]], growth.splits[: growth.counts[queue.SPLITS]]
-        at_leaves, at_splits = leaves[:, queue.NODE], splits[:, queue.NODE]
-        nodes, left_bins = growth.nodes[at_splits], growth.goes_left[at_splits]
-        feature, bin_ = nodes[:, kernels.FEATURE], nodes[:, kernels.BIN]
-        count, (values, weights) = len(at_splits), self._values(growth, np.concatenate([at_splits, at_leaves]))
+        count, ends = len(splits), len(leaves)
+        places, numbers = np.empty((3, count), np.int32), np.empty((4, count))
+        wholes, sides = np.empty((2, count), np.int64), np.empty(count, np.bool_)
+        values, spans, bounds = np.empty((2, ends)), np.empty((3, ends), np.int64), np.empty((ends, 2))
+        tables = growth.nodes, growth.reals, leaves, splits, self._scales, self._numbers, self._thresholds
+        given = *tables, self._bins.features, places, numbers, wholes, sides, values, spans, bounds
+        queue.lay_out(*given)
+        (rows, columns), left_bins = wholes, growth.goes_left[splits[:, queue.NODE]]
         tree = Tree(
-            feature=self._bins.features[feature].astype(np.int32),
-            threshold=np.where(bin_ < 0, 0.0, self._thresholds[feature, bin_]),
-            missing_left=nodes[:, kernels.MISSING_LEFT].astype(np.bool_),
-            left=splits[:, queue.LEFT].astype(np.int32),
-            right=splits[:, queue.RIGHT].astype(np.int32),
-            gain=growth.reals[at_splits, kernels.GAIN],
-            node_value=values[:count],
-            node_weight=weights[:count],
-            node_rows=nodes[:, kernels.ROWS].copy(),
-            categories=self._category_sets(feature, bin_, left_bins),
-            leaf_value=values[count:],
-            leaf_weight=weights[count:],
-            leaf_rows=growth.nodes[at_leaves, kernels.ROWS],
+            feature=places[0],
+            threshold=numbers[0],
+            missing_left=sides,
+            left=places[1],
+            right=places[2],
+            gain=numbers[1],
+            node_value=numbers[2],
+            node_weight=numbers[3],
+            node_rows=rows,
+            categories=self._category_sets(columns, left_bins),
+            leaf_value=values[0],
+            leaf_weight=values[1],
+            leaf_rows=spans[0],
         )
-        numbers = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        spans, bounds = (
-            growth.nodes[at_leaves, : kernels.STOP + 1],
-            growth.reals[at_leaves, kernels.LOW : kernels.WORTH],
-        )
-        return Grown(tree, numbers, spans, bounds, feature, left_bins)
+        entered = self._entries.view(np.uint32)[::2]  # the lower half of each entry
+        return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins)
 
-    def _values(self, growth: Growth, nodes: Array) -> tuple[Array, Array]:
-        """What each node's step would be, and its hessian."""
-        grads, hess = (
-            growth.nodes[nodes, kernels.GRAD] * self._scales[0],
-            growth.nodes[nodes, kernels.HESS] * self._scales[1],
-        )
-        return newton_steps(grads, hess, self._rules, growth.reals[nodes, kernels.LOW : kernels.WORTH]), hess
-
-    def _category_sets(self, feature: Array, bin_: Array, left_bins: Array) -> tuple[Array | None, ...]:
+    def _category_sets(self, columns: Array, left_bins: Array) -> tuple[Array | None, ...]:
         """By node: None, or the categories that go left."""
-        sets: list[Array | None] = [None] * len(bin_)
-        for node in np.flatnonzero(bin_ < 0):
-            known = self._bins.edges[feature[node]]
+        sets: list[Array | None] = [None] * len(columns)
+        for node in np.flatnonzero(self._bins.is_category[columns]) if self._has_categories else ():
+            known = self._bins.edges[columns[node]]
             sets[node] = known[left_bins[node, : len(known)].astype(np.bool_)]
         return tuple(sets)
 
 
-def newton_steps(grads: Array, hess: Array, rules: GrowthRules, bounds: Array) -> Array:
-    """`trees.loops.split.leaf_value` of many leaves; bounds (leaves, 2)."""
-    shrunk = np.maximum(np.abs(grads) - rules.l1, 0.0)
-    heavy = hess + rules.l2 > 0
-    steps = np.where(heavy, -np.copysign(shrunk, grads) / np.where(heavy, hess + rules.l2, 1.0), 0.0)
-    clipped: Array = np.minimum(np.maximum(steps, bounds[:, 0]), bounds[:, 1])
-    return clipped
+def newton_steps(sums: Array, rules: GrowthRules, bounds: Array) -> Array:
+    """What a step is in each leaf of these gradients and hessians, (leaves, 2)."""
+    steps: Array = np.empty(len(sums))
+    kernels.leaf_values(sums, rules.numbers, bounds, steps)
+    return steps

@@ -27,7 +27,7 @@ from bitplan.trees.loops import gradients as trees_gradients
 
 GRADIENT_NS = 8.0  # of a row and an output, about
 POISSON_CAUTION = math.exp(0.7)  # LightGBM's: a hessian larger than the real one, against steps that overshoot
-Leaves = Sequence[Array]  # the rows of each
+Leaves = Callable[[], Sequence[Array]]  # the rows of each
 CustomObjective = Callable[[Array, Array], tuple[Any, Any]]
 
 
@@ -98,7 +98,7 @@ class AbsoluteError(OneScore):
     def renew(
         self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
     ) -> Array | None:
-        return find_medians(y - scores[:, 0], weights, leaves, shards)
+        return find_medians(y - scores[:, 0], weights, leaves(), shards)
 
 
 class LogMean(OneScore):
@@ -161,9 +161,9 @@ class Multiclass:
         return np.log(np.maximum(shares, 1e-15))
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        parts = [Cut(part) if len(part) else part for part in (y, scores, weights)]
-        row_ns = GRADIENT_NS * self.outputs
-        run_pieces(trees_gradients.softmax, len(y), row_ns, *parts, Cut(grads, axis=1), Cut(hess, axis=1))
+        given = Cut(y), Cut(np.ascontiguousarray(scores.T), axis=1), Cut(weights) if len(weights) else weights
+        results = Cut(grads, axis=1), Cut(hess, axis=1)
+        run_pieces(trees_gradients.softmax, len(y), GRADIENT_NS * self.outputs, *given, *results)
 
     def mean(self, scores: Array) -> Array:
         powers: Array = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -247,7 +247,7 @@ class Quantile(OneScore):
     def renew(
         self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
     ) -> Array | None:
-        return find_quantiles(y - scores[:, 0], weights, leaves, self._share, shards)
+        return find_quantiles(y - scores[:, 0], weights, leaves(), self._share, shards)
 
 
 class Huber(OneScore):

@@ -93,18 +93,22 @@ NO_NUMBERS = np.empty(0, np.float32)
 ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
 # All threads expand a node together in its time over their number, and about as long as one thread takes for 3750 rows.
 TOGETHER_ROWS = 3750
-SETS = 4  # fits that have helpers at the same time; a fifth one's trees are grown by one thread
+SETS = 8  # trees that have helpers at the same time; a ninth one is grown by one thread
 # How often the first thread looks for the others (a look is about half a microsecond), and more of a large table: who
 # is late is missed to the end of the tree.
 LOOKS, ROWS_A_LOOK = 600, 1000
 PHASES = ("partition", "histograms", "splits", "waiting", "queue")  # as `loops.grow_tree` counts their cycles
 
 
+def tree_ns(rows: int, features: int, leaves: int) -> float:
+    """About what a tree takes on one thread."""
+    levels = max(leaves, 2).bit_length()
+    return rows * levels * (ROW_NS + ROW_FEATURE_NS * features) + leaves * features * LEAF_FEATURE_NS
+
+
 def team_size(rows: int, features: int, leaves: int) -> int:
     """The threads that are worth their start: at most `thread_count()`."""
-    levels = max(leaves, 2).bit_length()
-    work_ns = rows * levels * (ROW_NS + ROW_FEATURE_NS * features) + leaves * features * LEAF_FEATURE_NS
-    return min(thread_count(), worthwhile_threads(work_ns))
+    return min(thread_count(), worthwhile_threads(tree_ns(rows, features, leaves)))
 
 
 def shared_rows(rows: int, team: int) -> int:
@@ -117,9 +121,9 @@ def shared_rows(rows: int, team: int) -> int:
 
 
 class TeamSpace:
-    """For up to `size` threads, those that come in time."""
+    """For up to `size` threads, those that come in time; `addresses`, of loops that were looked up for these rows."""
 
-    def __init__(self, data: BinnedRows, size: int) -> None:
+    def __init__(self, data: BinnedRows, size: int, addresses: dict[tuple[bool, bool, bool], Array]) -> None:
         self.size, self._data = size, data
         self._sync = np.zeros(loops.LEFTS + LINE * size, np.int64)
         groups = [-(-width // GROUP) for width in data.widths]
@@ -129,7 +133,7 @@ class TeamSpace:
         self._parts: tuple[Array, Array, Array] | None = None
         self._given_by: tuple[Any, ...] = ()  # what the words below were made of
         # Asking numba for them takes a millisecond a tree.
-        self._addresses: dict[tuple[bool, bool, bool], Array] = {}
+        self._addresses = addresses
         self._loops: dict[tuple[bool, bool, bool], tuple[Any, int]] = {}
         self._own = (
             np.zeros((2 * size, split.NODE_COLUMNS), np.int64),

@@ -301,6 +301,9 @@ class Booster:
 
     def add_round(self, trees: list[Tree], smaller: Array, share: float) -> None:
         """Add a round's trees, and leave a share of those of some earlier rounds; both at once, as Ctrl-C may come."""
+        if not len(smaller):
+            self.trees.extend(trees)
+            return
         held = list(self.trees)
         for place in (smaller[:, None] * self.outputs + np.arange(self.outputs)).flat:
             tree = held[place]

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from bitplan.base.loops.jit import use_threads
+from bitplan.trees import gradients
+from bitplan.trees.distributed.shards import ALONE
 from bitplan.trees.gradients import (
     FAR_SUMS,
     GradientPrecision,
@@ -73,6 +75,23 @@ def test_few_rows_do_not_decide_a_scale(kind, many):
         assert max(np.abs(grads) / held.grad_scale) <= 32767.5
     grads[: 20_000 // 64 + 1] = 1e3  # more than few: they do
     assert kind.quantize(grads, hess).grad_scale == np.abs(grads).max() / kind.ends[0]
+
+
+def test_the_compiled_scale_is_that_of_the_definition():
+    """Gradients of every size, with none, few and too many that are far from the others."""
+    rng, far_ones = np.random.default_rng(3), 0
+    for rows in (1, 63, 64, 500, 5000):
+        few = gradients.few_of(rows)
+        for far in {0, 1, few, few + 1, 2 * few}:
+            for size in (1e-40, 1e-31, 1.0, 1e20):
+                numbers = (rng.standard_normal(rows) * size).astype(np.float32)
+                numbers[: min(far, rows)] *= np.float32(10.0) ** rng.integers(0, 9, min(far, rows)).astype(np.float32)
+                top = float(np.abs(numbers).max())
+                for end, room in zip((127, 255, 7, 15), 2 * FAR_SUMS, strict=True):
+                    by_definition = gradients.far_scale(gradients._Magnitudes(numbers, ALONE), top, end, room, few)
+                    assert gradients._find_scale(numbers, top, end, room, few, ALONE) == by_definition
+                    far_ones += by_definition < top / end
+    assert far_ones > 50
 
 
 def test_sums_of_narrow_cells_hold_far_rows():

@@ -12,7 +12,7 @@ import torch
 
 from bitplan.base.loops import jit, row_pieces
 from bitplan.base.loops.jit import on_threads, thread_count, use_threads
-from bitplan.trees import BoostedTreesClassifier, TreesError, thread_workspace, threads
+from bitplan.trees import BoostedTreesClassifier, TreesError, boost, grow, thread_workspace, threads
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
 from tests.processes import Program
 from tests.trees.samples import table
@@ -117,6 +117,28 @@ def test_two_fits_at_once_grow_the_trees_of_each(monkeypatch):
     with ThreadPoolExecutor(3) as pool:
         together = list(pool.map(lambda target: BoostedTreesClassifier(**settings).fit(x, target), targets))
     assert [model.to_lightgbm() for model in together] == alone
+
+
+@pytest.mark.parametrize("precision", ["i16", "f32"])
+@pytest.mark.parametrize("more", [{}, {"subsample": 0.6, "colsample": 0.5}])
+@pytest.mark.parametrize(("threads", "room", "expected"), [(2, 2**30, [2, 2, 1]), (12, 2**30, [5]), (12, 1, [])])
+def test_trees_of_a_round_that_grow_side_by_side_are_those_that_grow_in_turn(
+    monkeypatch, precision, more, threads, room, expected
+):
+    monkeypatch.setattr(jit, "HAND_OUT_NS", 1)  # 12 threads: each tree has a team of two
+    x, y = table(400)
+    labels = np.digitize(y, [-1.0, -0.3, 0.3, 1.0])
+    settings = {"n_estimators": 3, "max_leaves": 8, "gradient_precision": precision} | more
+    in_turn = BoostedTreesClassifier(**settings, n_jobs=1).fit(x, labels).to_lightgbm()
+    together = []
+    monkeypatch.setattr(grow, "ALONE_NS", 0.0)
+    monkeypatch.setattr(grow, "MOST_SPACE", room)
+    monkeypatch.setattr(
+        boost, "on_threads", lambda work, pieces: together.append(len(pieces)) or on_threads(work, pieces)
+    )
+    side_by_side = BoostedTreesClassifier(**settings, n_jobs=threads).fit(x, labels)
+    assert side_by_side.to_lightgbm() == in_turn
+    assert together == 3 * expected
 
 
 FORKING = """

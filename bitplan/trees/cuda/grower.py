@@ -138,6 +138,10 @@ class CudaTreeGrower(TreeGrower):
         """Bins by group, row and place, and how many features a group has."""
         return self._panels, self._width
 
+    def at_once(self, outputs: int) -> int:
+        """The card is busy with one tree."""
+        return 1
+
     def grow(self, gradients: Gradients | CudaGradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use, the one that the CPU grows.
 

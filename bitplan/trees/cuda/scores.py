@@ -126,7 +126,7 @@ class CudaScores:
         ]
         return CudaGradients(*parts, scales[0], scales[1], key)
 
-    def leaf_values(self, grown: Grown, output: int) -> Array:
+    def leaf_values(self, grown: Grown, output: int, _gradients: CudaGradients) -> Array:
         """Newton steps, of full-precision gradients where leaves are to be renewed."""
         if not self._renews:
             return grown.tree.leaf_value
@@ -136,7 +136,7 @@ class CudaScores:
         pointers = self._grads[output], self._hess[output], torch.from_numpy(1.0 / of).to(self._device), sums
         self._grower.launch_on_leaves(kernels.sum_leaves, *pointers)
         totals = sums.cpu().numpy() * of
-        return newton_steps(totals[:, 0], totals[:, 1], self._rules, np.array(grown.leaf_bounds))
+        return newton_steps(totals, self._rules, grown.leaf_bounds)
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         """Add the tree's values to the scores."""

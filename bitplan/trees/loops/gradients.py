@@ -11,7 +11,7 @@ import numpy as np
 
 from bitplan.base.loops.atomics import fetch_add
 from bitplan.base.loops.vectors import prefetch
-from bitplan.trees.loops.compiling import compiled
+from bitplan.trees.loops.compiling import compiled, inlined
 
 # ---- ranking ---------------------------------------------------------------------------------------------------------
 
@@ -84,6 +84,41 @@ def count_beyond(grads, hess, first, piece, grad_limit, hess_limit, counts):  # 
         heavy += np.int64((hess[i] & np.int32(0x7FFFFFFF)) > hess_limit)
     at = first // piece
     counts[at, 0], counts[at, 1] = many, heavy
+
+
+@inlined
+def _count_above(numbers, bound):  # type: ignore[no-untyped-def]
+    count, limit = np.int64(0), np.float32(bound)
+    for i in range(numbers.size):
+        count += np.int64(abs(numbers[U(i)]) > limit)
+    return count
+
+
+@compiled
+def find_scale(numbers, top, end, most, fewest, far, few, ordered, scale):  # type: ignore[no-untyped-def]
+    """`trees.gradients.far_scale` of float32 numbers that lie in one place; `ordered` has room for `few` of them."""
+    scale[0], bound = top / end, top / 4.0
+    if few == 0 or not top > fewest or _count_above(numbers, bound) > few:
+        return
+    while bound / end > top / most and _count_above(numbers, bound / 4.0) <= few:
+        bound /= 4.0
+    limit, held = np.float32(bound), np.int64(0)
+    for i in range(numbers.size):
+        size = abs(numbers[U(i)])
+        if size > limit:
+            place = held
+            while place > 0 and ordered[U(place - 1)] < size:
+                ordered[U(place)] = ordered[U(place - 1)]
+                place -= 1
+            ordered[U(place)] = size
+            held += 1
+    best = bound / end if bound / end > top / most else top / most
+    total = 0.0
+    for rank in range(held):
+        total += np.float64(ordered[U(rank)])
+        least = total / (far + (end - 1) * (rank + 1))
+        best = least if least > best else best
+    scale[0] = best
 
 
 @compiled
@@ -167,17 +202,18 @@ def binary(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
 
 @compiled
 def softmax(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
-    """scores (rows, classes); grads and hess (classes, rows), so that the tree of a class reads one array."""
-    classes = scores.shape[1]
+    """scores, grads and hess (classes, rows), so that the tree of a class reads one array."""
+    classes = scores.shape[0]
     factor = classes / (classes - 1.0)
     for i in range(y.size):
         weight = weights[i] if weights.size else 1.0
-        top = scores[i].max()
-        total = 0.0
+        top, total = -np.inf, 0.0
         for k in range(classes):
-            total += math.exp(scores[i, k] - top)
+            top = scores[k, i] if scores[k, i] > top else top
         for k in range(classes):
-            p = math.exp(scores[i, k] - top) / total
+            total += math.exp(scores[k, i] - top)
+        for k in range(classes):
+            p = math.exp(scores[k, i] - top) / total
             grads[k, i] = (p - (1.0 if y[i] == k else 0.0)) * weight
             hess[k, i] = factor * p * (1.0 - p) * weight
 

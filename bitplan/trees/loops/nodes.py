@@ -14,6 +14,7 @@ import numpy as np
 from bitplan.trees.loops.compiling import compiled
 from bitplan.trees.loops.rows import part_rows
 from bitplan.trees.loops.split import (
+    BIN,
     CHILD,
     DEPTH,
     FEATURE,
@@ -29,6 +30,7 @@ from bitplan.trees.loops.split import (
     LOW,
     MAX_DEPTH,
     MIN_ROWS,
+    MISSING_LEFT,
     ROWS,
     START,
     STATE,
@@ -198,3 +200,46 @@ def divide(  # type: ignore[no-untyped-def]
     if np.float64(nodes[left, DEPTH]) == rules[U(MAX_DEPTH)] or more < 2 or more < 2 * rules[U(MIN_ROWS)]:
         return np.int64(-1)
     return left if left_rows <= right_rows else left + 1
+
+
+@compiled
+def lay_out(  # type: ignore[no-untyped-def]
+    nodes,
+    reals,
+    leaves,
+    splits,
+    scales,
+    rules,
+    thresholds,
+    features,
+    places,
+    numbers,
+    wholes,
+    sides,
+    values,
+    spans,
+    bounds,
+):
+    """A finished tree as `Tree` and `Grown` have it, by split and by leaf: features and children into `places`;
+    thresholds, gains, steps and hessians into `numbers`; rows and columns of bins into `wholes`; where missing values
+    go into `sides`; of leaves steps and hessians into `values`, rows, the first of them and their end into `spans`.
+    """
+    for at in range(sides.size + spans.shape[1]):
+        is_leaf = at >= sides.size
+        place = at - sides.size if is_leaf else at
+        node = leaves[place, NODE] if is_leaf else splits[place, NODE]
+        grad, hess = np.float64(nodes[node, GRAD]) * scales[0], np.float64(nodes[node, HESS]) * scales[1]
+        low, high = reals[node, LOW], reals[node, HIGH]
+        step = leaf_value(grad, hess, rules[L1], rules[L2], low, high)
+        if is_leaf:
+            values[0, place], values[1, place] = step, hess
+            spans[0, place], spans[1, place], spans[2, place] = nodes[node, ROWS], nodes[node, START], nodes[node, STOP]
+            bounds[place, 0], bounds[place, 1] = low, high
+        else:
+            column, bin_ = nodes[node, FEATURE], nodes[node, BIN]
+            places[0, place], places[1, place] = features[column], splits[place, LEFT]
+            places[2, place] = splits[place, RIGHT]
+            numbers[0, place] = 0.0 if bin_ < 0 else thresholds[column, bin_]
+            numbers[1, place], numbers[2, place], numbers[3, place] = reals[node, GAIN], step, hess
+            wholes[0, place], wholes[1, place] = nodes[node, ROWS], column
+            sides[place] = nodes[node, MISSING_LEFT]

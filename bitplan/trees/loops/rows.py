@@ -140,7 +140,7 @@ def part_by_panel(entries, start, stop, bins, row_bytes, goes_left, node, spare)
 
 
 @compiled
-def add_leaves(scores, output, rows, first, last, ends, values):  # type: ignore[no-untyped-def]
+def add_leaves(scores, rows, first, last, ends, values):  # type: ignore[no-untyped-def]
     """Add the value of its leaf to each of rows first..last; leaf after leaf ends at one of `ends`."""
     leaf = 0
     while ends[leaf] <= first:
@@ -148,7 +148,7 @@ def add_leaves(scores, output, rows, first, last, ends, values):  # type: ignore
     while first < last:
         end = min(ends[leaf], last)
         for i in range(first, end):
-            scores[U(rows[U(i)]), U(output)] += values[leaf]
+            scores[U(rows[U(i)])] += values[leaf]
         first, leaf = end, leaf + 1
 
 

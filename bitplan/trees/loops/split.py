@@ -56,6 +56,14 @@ def leaf_value(grad, hess, l1, l2, low, high):  # type: ignore[no-untyped-def]
     return high if high < value else value
 
 
+@compiled
+def leaf_values(sums, rules, bounds, values):  # type: ignore[no-untyped-def]
+    """The same of many leaves: sums are gradients and hessians."""
+    for leaf in range(values.size):
+        of, ends = sums[leaf], bounds[leaf]
+        values[leaf] = leaf_value(of[0], of[1], rules[L1], rules[L2], ends[0], ends[1])
+
+
 @inlined
 def _gain(grad, hess, l1, l2):  # type: ignore[no-untyped-def]
     shrunk = abs(grad) - l1 if abs(grad) > l1 else 0.0

@@ -23,10 +23,10 @@ def in_pieces(monkeypatch):
 
 
 def test_whole_arrays_with_the_first_row_and_the_end_of_a_piece():
-    scores, rows = np.zeros((ROWS, 2)), np.arange(ROWS, dtype=np.uint32)[::-1].copy()
+    scores, rows = np.zeros((ROWS, 2), order="F"), np.arange(ROWS, dtype=np.uint32)[::-1].copy()
     ends, values = np.array([100, 4000, ROWS]), np.array([1.0, 2.0, 3.0])
     first, end = row_pieces.First(), row_pieces.End()
-    row_pieces.run(loops.add_leaves, ROWS, 3.0, scores, 1, rows, first, end, ends, values)
+    row_pieces.run(loops.add_leaves, ROWS, 3.0, scores[:, 1], rows, first, end, ends, values)
     assert np.array_equal(scores[::-1, 1], np.repeat(values, np.diff([0, *ends])))
     assert not scores[:, 0].any()
 
