@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from bitplan import formats
-from bitplan.formats import Encoded, explain_decode, explain_encode, get_format
-from bitplan.formats.dispatch import decode, encode
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.dispatch import decode, encode, explain_decode, explain_encode
 
 CPU_FORMATS = (
     *("bfloat16", "int8_row", "int8_g128", "q4_0_gguf", "q4_0_poly", "q8_0_gguf", "mxfp4", "mxfp4_gguf", "int4_g32"),

@@ -25,8 +25,8 @@ from llama_layers import LlamaLayers, Size
 from bitplan.base.paired_timing import OK, release_workspaces, stopwatch_of, time_in_turns
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.decide import Fp8Options
+from bitplan.fp8.policy.report import speedup_interval
 from bitplan.fp8.policy.rules import Policy, load_policy
-from bitplan.fp8.policy.speedup_interval import speedup_interval
 
 LAYERS = 4
 DEFAULT_POLICY = Path(__file__).parent / "policies" / "nvidia_h200_fp8_policy.json"

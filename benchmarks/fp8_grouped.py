@@ -29,7 +29,7 @@ import harness
 import torch
 from torch import Tensor
 
-from bitplan.fp8.bench.modules import route_tokens
+from bitplan.fp8.bench.session import route_tokens
 from bitplan.fp8.kernels import experts_products as kernels
 from bitplan.fp8.kernels.experts_layout import TILE_ROWS, GroupLayout, scale_kind
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice

@@ -39,7 +39,7 @@ from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.causal_lm import load_causal_lm, logits_of
 from bitplan.packed.language.perplexity import CachedLogits, measure_perplexity, spread_windows
-from bitplan.rounding import round_weight
+from bitplan.rounding.weights import round_weight
 
 FORMATS = ("q4_0_gguf", "int4_g32", "mxfp4", "nvfp4", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf")
 METHODS = ("nearest", "weighted", "compensated")

@@ -39,13 +39,14 @@ from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded, get_format
 from bitplan.plan.plan import Plan
-from bitplan.searching import Goal, Searcher, SearchEvidence, SearchOptions
+from bitplan.searching import Goal, SearchOptions
 from bitplan.searching.damage import RoundedWeights
+from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.forecast import no_stage
 from bitplan.searching.goal import Advance, GoalError
 from bitplan.searching.plan_meter import PlanMeter
-from bitplan.searching.run import solve_and_correct
+from bitplan.searching.run import Searcher, solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of
 from bitplan.searching.searched_model import prepare
 from bitplan.searching.solver import rivals_of, uniform_plans

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bitplan import stream_blocks
-from bitplan.streaming import CudaDevice, SimulatedDevice, StreamDevice
+from bitplan.streaming import SimulatedDevice
 
 GB = 10**9
 
@@ -70,15 +70,15 @@ def main() -> None:
     torch.manual_seed(0)
     if arguments.tiny:
         cap, blocks, hidden, rank, dtype, rows = 600_000, 8, 64, 4, torch.float32, 32
-        device: StreamDevice = SimulatedDevice(capacity_bytes=cap)
+        device: SimulatedDevice | str = SimulatedDevice(capacity_bytes=cap)
     else:
         cap, blocks, hidden, rank, dtype, rows = int(arguments.cap_gb * GB), 24, 6144, 16, torch.bfloat16, 2048
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))  # the cap is torch's own: over it is an error
-        device = CudaDevice("cuda")
+        device = "cuda"
     model = Model(blocks, hidden, rank, dtype)
     weights = sum(one.nbytes for one in model.parameters())
-    x = torch.randn(rows, hidden, dtype=dtype).to(device.torch_device)
+    x = torch.randn(rows, hidden, dtype=dtype).to("cpu" if arguments.tiny else "cuda")
     target = x * 0.5
 
     formats = {f"layers.{index}": "int8_row" for index in range(1, blocks - 1)}

@@ -27,9 +27,9 @@ import torch
 import bitplan
 from bitplan.base.errors import MissingLibraryError
 from bitplan.cli import run
-from bitplan.formats import list_formats
+from bitplan.formats.registry import list_formats
 from bitplan.fp8.recipes import RECIPES
-from bitplan.plan import shipped_manifest
+from bitplan.plan.manifest import shipped_manifest
 from examples.demo.tiny_model import Corpus, TinyTransformer, shipped_text
 from tests.processes import Program, run_code
 

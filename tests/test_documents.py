@@ -15,7 +15,7 @@ import bitplan
 from bitplan.base.documents import keys_of
 from bitplan.base.records import read_json
 from bitplan.files.certificate import read_certificate
-from bitplan.files.drift import DriftLog, log_drift, read_drift
+from bitplan.files.drift import DriftLog
 from bitplan.fp8.policy import report as fp8_report
 from bitplan.fp8.policy import rules as fp8_rules
 from bitplan.fp8.policy.report import Report
@@ -26,7 +26,7 @@ from bitplan.plan import Manifest, Plan, plan
 from bitplan.plan.manifest import expand_raw_map, manifest_schema
 from bitplan.report.page import build_sections
 from bitplan.report.read_records import read_records
-from bitplan.searching import SearchEvidence
+from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.fit import read_fit
 from bitplan.streaming.selective.calibration import load_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
@@ -170,7 +170,7 @@ def test_stream_state(example):
 
 
 def test_drift(example):
-    assert [line["name"] for line in read_drift(example("drift"))] == ["up.weight"]
+    assert [line["name"] for line in DriftLog.read(example("drift"))] == ["up.weight"]
 
 
 def test_fp8_report(example):
@@ -201,7 +201,7 @@ def keys_written(name, tmp_path):
     if name == "drift":
         weight = nn.Linear(32, 32).weight.detach()
         with DriftLog(tmp_path / "drift.jsonl") as log:
-            return log_drift(log, 0, [("w", weight, bitplan.encode(weight, "mxfp4"))])[0].to_dict()
+            return log.add(0, [("w", weight, bitplan.encode(weight, "mxfp4"))])[0].to_dict()
     if name == "trees-model":
         file = pytest.importorskip("bitplan.trees.load", exc_type=ImportError)
         return [*file.HEAD, *file.NODE_FIELDS, *file.LEAF_FIELDS]

@@ -46,10 +46,9 @@ ROOMS: dict[str, dict[str, set[str]]] = {
     "files": {"engines": {"gpt_oss", "schemes"}, "gpt_oss": set(), "models": {"engines", "gpt_oss"}, "schemes": set()},
     "formats": {"gguf": set()},
     "fp8": {
-        "bench": {"kernels", "layers", "loongforge", "policy"},
+        "bench": {"kernels", "layers", "policy"},
         "kernels": set(),
         "layers": {"kernels", "policy"},
-        "loongforge": {"policy"},
         "policy": set(),
     },
     "packed": {"checkpoints": set(), "language": {"checkpoints"}, "products": set()},

@@ -27,7 +27,6 @@ NAMES = {
     "Goal",
     "Manifest",
     "Plan",
-    "__version__",
     "apply_fp8",
     "apply_plan",
     "choose_formats",
@@ -91,7 +90,7 @@ def test_public_names_are_these() -> None:
 
 
 def test_every_public_name_exists_and_says_what_it_is() -> None:
-    for name in NAMES - {"__version__"}:
+    for name in NAMES:
         assert getattr(bitplan, name).__doc__, name
 
 
@@ -115,7 +114,7 @@ def test_every_public_name_has_one_place() -> None:
     assert {name: parts for name, parts in places.items() if len(parts) > 1} == {}
     assert bitplan.encode is bitplan.formats.encode
     assert bitplan.decode is bitplan.formats.decode
-    assert len(places) <= 126
+    assert len(places) <= 90
 
 
 @pytest.mark.parametrize("first", ["packed", *(pytest.param(part, marks=pytest.mark.long) for part in PARTS)])

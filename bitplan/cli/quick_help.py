@@ -55,7 +55,7 @@ def _as_typed(_ctx: Any, value: Any) -> Any:
 
 def format_names(incomplete: str) -> list[str]:
     """The formats whose names begin with `incomplete`."""
-    from bitplan.formats import list_formats
+    from bitplan.formats.registry import list_formats
 
     return [fmt.name for fmt in list_formats() if fmt.name.startswith(incomplete)]
 

@@ -18,7 +18,7 @@ from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.base.errors import FileFormatError as FileFormatError, StoreError as StoreError
-    from bitplan.files.drift import DriftLog as DriftLog, log_drift as log_drift, read_drift as read_drift
+    from bitplan.files.drift import DriftLog as DriftLog
     from bitplan.files.engines.targets import export_model as export_model
     from bitplan.files.gpt_oss import (
         GptOssFile as GptOssFile,
@@ -27,14 +27,8 @@ if TYPE_CHECKING:
     )
     from bitplan.files.models.morph import observe_model as observe_model
     from bitplan.files.open_files import register_container as register_container
-    from bitplan.files.tensor_file import (
-        Container as Container,
-        TensorFile as TensorFile,
-        TensorSpec as TensorSpec,
-    )
-    from bitplan.files.quantize_files import QuantizeOptions as QuantizeOptions
+    from bitplan.files.tensor_file import Container as Container, TensorFile as TensorFile
     from bitplan.files.models.weight_store import WeightStore as WeightStore
     from bitplan.files.models.morph import morph_model as morph_model
-    from bitplan.files.models.morph import unmorph_model as unmorph_model
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

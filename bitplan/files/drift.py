@@ -120,18 +120,31 @@ class DriftLog(JsonLog):
         """Append a line for each row; they are in the file when this returns."""
         self.write_lines(*(row.to_dict() for row in rows))
 
+    def add(self, step: int, layers: Layers) -> list[DriftRow]:
+        """Measure every layer, append its lines in one write, and return them."""
+        rows = drift_of(step, layers)
+        self.write(*rows)
+        return rows
 
-def log_drift(log: DriftLog | None, step: int, layers: Layers) -> list[DriftRow]:
-    """Measure every layer, append its lines to the log in one write, and return them.
+    @staticmethod
+    def read(path: str | Path) -> list[dict[str, Any]]:
+        """The lines of a log; a torn last line is skipped, another that is no JSON is an error with its number."""
+        rows = []
+        for number, line in enumerate(read_bytes(path, max_bytes=MAX_LOG_BYTES, what="drift log").split(b"\n")[:-1], 1):
+            where = f"{path}: line {number}"
+            reader = Reader(where, FileFormatError, strict=False)
+            rows.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))
+        return rows
+
+
+def drift_of(step: int, layers: Layers) -> list[DriftRow]:
+    """Measure every layer.
 
     `layers` are (name, master, encoded) or (name, master, encoded, counts), or a model that `morph_model` morphed: then
-    each parameter is compared with its version. With log None nothing is written.
+    each parameter is compared with its version.
     """
     named = _layers_of(layers) if isinstance(layers, nn.Module) else (DriftLayer(*layer) for layer in layers)
-    rows = [measure_drift(step, *layer) for layer in named]
-    if log is not None:
-        log.write(*rows)
-    return rows
+    return [measure_drift(step, *layer) for layer in named]
 
 
 def measure_drift(
@@ -150,16 +163,6 @@ def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
         if (id(store), formats[name].name) not in seen:  # tied weights count once
             seen.add((id(store), formats[name].name))
             yield DriftLayer(name, store.master, store.morph(formats[name]))
-
-
-def read_drift(path: str | Path) -> list[dict[str, Any]]:
-    """The lines of a log; a torn last line is skipped, any other line that is not JSON is an error with its number."""
-    rows = []
-    for number, line in enumerate(read_bytes(path, max_bytes=MAX_LOG_BYTES, what="drift log").split(b"\n")[:-1], 1):
-        where = f"{path}: line {number}"
-        reader = Reader(where, FileFormatError, strict=False)
-        rows.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))
-    return rows
 
 
 OnBytes = Callable[[int, str], None]

@@ -184,7 +184,8 @@ class GGUFTensorWriter:
         self._payloads = payloads
 
     def write(self, name: str, item: Tensor | Encoded) -> None:
-        from bitplan.formats import Encoded, repack
+        from bitplan.formats import Encoded
+        from bitplan.formats.reencode import repack
 
         if isinstance(item, Encoded):
             if item.fmt.name == "mxfp4":

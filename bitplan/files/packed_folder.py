@@ -38,8 +38,15 @@ from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
 from bitplan.base.text import counted, visible
-from bitplan.files.certificate import EVIDENCE_FILE, settled_certificate, write_certificate
-from bitplan.files.model_card import CARD, PICTURE, is_card_of_ours, write_card
+from bitplan.files.certificate import (
+    CARD,
+    EVIDENCE_FILE,
+    PICTURE,
+    is_card_of_ours,
+    settled_certificate,
+    write_card,
+    write_certificate,
+)
 from bitplan.files.open_files import write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name

@@ -23,7 +23,8 @@ from bitplan.base.errors import FileFormatError, FormatError
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.files.tensor_file import TensorFile, TensorSpec
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.format import Format
 from bitplan.plan.check_manifest import base_names
 
 PIECE_BYTES = 16 * 2**20

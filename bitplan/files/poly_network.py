@@ -56,8 +56,9 @@ from bitplan.base.documents import FLAG, LIST, MAX_RANK, NUMBER, OBJECT, SHAPE, 
 from bitplan.base.errors import FileFormatError, FormatError, StoreError
 from bitplan.base.records import atomic_file, check_input, read_json
 from bitplan.files.tensor_bytes import CERTIFICATE, SEAL
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import decode, encode
+from bitplan.formats.format import Format
 from bitplan.formats.registry import DTYPE_NAMES
 
 # ---- which version of the original wrote a network -------------------------------------------------------------------

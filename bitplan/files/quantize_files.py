@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.base.errors import FormatError, StoreError
-from bitplan.base.old_names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
 from bitplan.files.certificate import certificate_of, proof_of
 from bitplan.files.cluster import Cluster, file_sizes, opened_as_here
@@ -41,8 +40,9 @@ from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, evi
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
 from bitplan.formats.elements import wider_types
+from bitplan.formats.format import Format
 from bitplan.formats.input_formats import require_scale
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Wanted, give_inputs, refuse_inputs_of_experts
@@ -165,7 +165,6 @@ class QuantizeOptions:
     dask: str | None = None
 
 
-@keywords_in(QuantizeOptions)
 def quantize_file(
     source: str | Path,
     output: str | Path,
@@ -179,7 +178,7 @@ def quantize_file(
     evidence: str | Path | None = None,
     inputs: str | None = None,
     force: bool = False,
-    options: QuantizeOptions | None = None,
+    options: QuantizeOptions | Mapping[str, Any] | None = None,
 ) -> QuantizeReport:
     """Write `source` (safetensors, sharded or not, or GGUF, or poly's JSON) to `output` in a format, or by a plan.
 
@@ -189,14 +188,14 @@ def quantize_file(
     inputs       for a folder: the format that all its packed layers round their inputs to (`bitplan.round_inputs`), or
                  "keep"; None: the plan's
     force        replace an existing folder
-    options      the size of a folder's files, and a function that sees every tensor that is done
+    options      fields of `QuantizeOptions`: {"shard_bytes": 10**9, "kv": "int8:int4"}
 
     The suffix of `output` says what is written; .gguf needs a GGUF source, whose names and metadata it keeps. Without a
     suffix `output` is a new folder: from a Hugging Face folder (one with config.json) a whole packed model, which
     `bitplan.load_packed` loads; from other sharded sources the same shards. Peak memory: the largest tensor in its old
     and its new form, and some megabytes.
     """
-    options = options or QuantizeOptions()
+    options = options if isinstance(options, QuantizeOptions) else QuantizeOptions(**(options or {}))
     if evidence is not None and scale_rule is not None:
         raise StoreError(f"{evidence}: evidence chooses the scales, and so does scale_rule={scale_rule!r}; give one")
     with Quantization(
@@ -556,7 +555,7 @@ def _fitted(fmt: Wanted, file: TensorFile) -> Wanted:
     """What is wanted, under the file's names; only a plan may have others."""
     if not isinstance(fmt, Plan) or fmt.keys() == {*file.specs, *file.tied}:
         return fmt
-    from bitplan.files.engines.gguf_names import fit_names
+    from bitplan.files.engines.gguf_source import fit_names
 
     return fit_names(fmt, file)
 
@@ -565,7 +564,7 @@ def _evidence_for(statistics: EvidenceFile, file: TensorFile) -> WeightEvidence:
     """Statistics for a file's tensors, under its own names or, where it has none of them, under GGUF's."""
     if not statistics.names.isdisjoint((*file.specs, *file.tied)):
         return evidence_for(statistics, file)
-    from bitplan.files.engines.gguf_names import evidence_of
+    from bitplan.files.engines.gguf_source import evidence_of
 
     return evidence_of(statistics, file)
 

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from bitplan.files.tensor_file import TensorFile
-    from bitplan.formats import Encoded, Format
+    from bitplan.formats import Encoded
+    from bitplan.formats.format import Format
     from bitplan.rounding.weights import Rounding
 
 

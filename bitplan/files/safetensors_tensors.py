@@ -22,7 +22,8 @@ from bitplan.base.records import on_failure, parse_json
 from bitplan.files.safetensors import CHECKSUMS, Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
 from bitplan.files.tensor_bytes import CERTIFICATE, PayloadWriter
 from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
+from bitplan.formats.format import Format
 
 if TYPE_CHECKING:
     import torch

@@ -17,18 +17,12 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.base.errors import FormatError as FormatError, NonFiniteError as NonFiniteError
-    from bitplan.formats.dispatch import (
-        decode as decode,
-        encode as encode,
-        explain_decode as explain_decode,
-        explain_encode as explain_encode,
-    )
+    from bitplan.base.errors import FormatError as FormatError
+    from bitplan.formats.dispatch import decode as decode, encode as encode
     from bitplan.formats.encoded import Encoded as Encoded
-    from bitplan.formats.format import Format as Format
     from bitplan.formats.quantization_error import error_report as error_report
-    from bitplan.formats.reencode import repack as repack, requantize as requantize
-    from bitplan.formats.registry import get_format as get_format, list_formats as list_formats
+    from bitplan.formats.reencode import requantize as requantize
+    from bitplan.formats.registry import get_format as get_format
     from bitplan.formats.scale_checks import scale_health as scale_health
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import NonFiniteError
-from bitplan.formats import Encoded, Format, codec, get_format
+from bitplan.formats import Encoded, codec, get_format
 from bitplan.formats.codec import (
     NonFinite,
     check_decodable,
@@ -30,6 +30,7 @@ from bitplan.formats.codec import (
     finite,
     readable,
 )
+from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufBlocks, GgufVectors
 from bitplan.formats.input_formats import Q8_K, STATIC, round_input
 

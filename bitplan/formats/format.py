@@ -11,8 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bitplan.formats.elements import ITEM_BYTES, Element, torch_dtype
-from bitplan.formats.packing import Packing
+from bitplan.formats.elements import ITEM_BYTES, Element, Packing, torch_dtype
 from bitplan.formats.scale_rules import (
     MSE_DEEP,
     MSE_FINE,

@@ -6,10 +6,9 @@ import re
 
 from bitplan.base.errors import FormatError, did_you_mean
 from bitplan.formats import elements as el
-from bitplan.formats.elements import Element
+from bitplan.formats.elements import Element, Packing
 from bitplan.formats.format import ROW, TENSOR, Block, Format
 from bitplan.formats.gguf.blocks import GgufMxfp4, GgufPowerOfTwoScales, GgufQ40, GgufQ80, gguf_blocks, gguf_vectors
-from bitplan.formats.packing import Packing
 from bitplan.formats.scale_rules import BasedScales, PowerOfTwoScales, ScaleRule, ScaleStorage
 
 _F32 = ScaleStorage("float32")

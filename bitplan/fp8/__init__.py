@@ -9,10 +9,9 @@ Which module does which step:
     policy                reports into policies, and their answer for a layer and a count of tokens
     apply                 `apply_fp8`: asks the policy about every layer and puts FP8 where it wins
     find_linears, recorded_wiring    where FP8 may go, by what the model computes
-    decide                what each layer becomes, and why
+    decide                what each layer becomes, and why; a table of it
     self_check            one block of each make beside its BF16 self
     build, fused_projections         the layers, put into the model
-    summary               what was decided
     loongforge            LoongForge's files
 """
 
@@ -21,19 +20,8 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.fp8.bench.bench_options import BenchOptions as BenchOptions
     from bitplan.fp8.layers.linear import gather_weights_in_fp8 as gather_weights_in_fp8
-    from bitplan.fp8.policy.layers import (
-        Parallel as Parallel,
-        bench_cases as bench_cases,
-        local_layers as local_layers,
-    )
-    from bitplan.fp8.policy.merge import merge_reports as merge_reports, to_thresholds as to_thresholds
-    from bitplan.fp8.policy.model_parts import model_parts as model_parts
+    from bitplan.fp8.policy.merge import merge_reports as merge_reports
     from bitplan.fp8.policy.policy import should_use_fp8 as should_use_fp8
-    from bitplan.fp8.policy.rules import load_policy as load_policy
-    from bitplan.fp8.policy.report import Fingerprint as Fingerprint, Report as Report, Row as Row
-    from bitplan.fp8.policy.vocabulary import Fp8Error as Fp8Error
-    from bitplan.fp8.apply import apply_fp8_config as apply_fp8_config
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -25,7 +25,9 @@ without FP8, or if it cannot be replaced; the summary says why. A policy of anot
     emulate         also on a CPU, whose FP8 is emulated: for tests
     options         an `Fp8Options`, for what is seldom set
 
-`apply_fp8_config` takes the same from a YAML's keys, a plan for each part of a vision-language model.
+A model's YAML in the place of the policy (`apply_fp8(model, "model.yaml")`) has keys for the FP8 of each part, which
+win over `options`; tokens are then the part's fp8_dynamic_num_tokens, else `tokens`, else for the LLM its seq_length x
+micro_batch_size.
 """
 
 from __future__ import annotations
@@ -39,28 +41,34 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import did_you_mean
-from bitplan.base.old_names import keywords_in
 from bitplan.fp8.bench.confirm import Example, confirm_blocks
 from bitplan.fp8.build import has_fp8, put_decided
-from bitplan.fp8.decide import Fp8Options, LayerDecision, PartPlan, decide_layers
+from bitplan.fp8.decide import (
+    AppliedFp8,
+    Confirmed,
+    Fp8Options,
+    LayerDecision,
+    LayerRow,
+    PartPlan,
+    decide_layers,
+    unnumbered,
+)
 from bitplan.fp8.find_linears import Sites, find_sites
-from bitplan.fp8.loongforge.model_yaml import find_policy, open_yaml_model
+from bitplan.fp8.loongforge import YAML_SUFFIXES, find_policy, open_yaml_model
 from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import PARTS, Fp8Error, is_count
 from bitplan.fp8.self_check import compare_blocks
-from bitplan.fp8.summary import AppliedFp8, Confirmed, LayerRow, unnumbered
 from bitplan.plan.names import listed
 
 log = logging.getLogger("bitplan")
 Tokens = int | Mapping[str, int]
 
 
-@keywords_in(Fp8Options)
 def apply_fp8(
     model: nn.Module,
     policy: Policy | str | Path | None,
     *,
-    tokens: Tokens,
+    tokens: Tokens | None = None,
     recipe: str | None = None,
     parts: Collection[str] = PARTS,
     include: Iterable[str] = (),
@@ -72,12 +80,17 @@ def apply_fp8(
 ) -> AppliedFp8:
     """Replace the layers of a model that the policy puts in FP8; return what was decided and why.
 
-    On an error the model stays as it was. Fields of `options` are still taken as keywords, with a warning.
+    On an error the model stays as it was.
     """
     options = options or Fp8Options()
     if not isinstance(policy, Policy | str | Path | None):
         raise Fp8Error(f"policy must be a Policy, the path of its file, or None, got a {type(policy).__name__}")
+    if isinstance(policy, str | Path) and Path(policy).suffix in YAML_SUFFIXES:
+        plans = _plans_of_yaml(Path(policy), tokens, options)
+        return _apply(model, plans, confirm, example, emulate, include, exclude)
     rules = load_policy(policy) if isinstance(policy, str | Path) else policy
+    if tokens is None:
+        raise Fp8Error("tokens is missing: sequence length x micro batch size of one step")
     unknown = set(parts) - set(PARTS)
     if unknown or not parts:
         raise Fp8Error(f"parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown)) or 'none'}")
@@ -89,22 +102,8 @@ def apply_fp8(
     return _apply(model, plans, confirm, example, emulate, include, exclude)
 
 
-@keywords_in(Fp8Options)
-def apply_fp8_config(
-    model: nn.Module,
-    path: str | Path,
-    *,
-    tokens: Tokens | None = None,
-    confirm: bool = False,
-    example: Example | None = None,
-    emulate: bool = False,
-    options: Fp8Options | None = None,
-) -> AppliedFp8:
-    """`apply_fp8` by the FP8 keys of a model's YAML, which win over `options`.
-
-    Tokens are the part's fp8_dynamic_num_tokens, else `tokens`, else for the LLM its seq_length x micro_batch_size.
-    """
-    options = options or Fp8Options()
+def _plans_of_yaml(path: Path, tokens: Tokens | None, options: Fp8Options) -> dict[str, PartPlan]:
+    """A plan for each part of a model whose YAML asks for FP8 there."""
     described = open_yaml_model(path)
     sizes = described.parallel()
     options = replace(options, tp=sizes.tp, etp=sizes.etp)
@@ -120,7 +119,7 @@ def apply_fp8_config(
                 policy = load_policy(find_policy(keys.fp8_dynamic_policy_path, path))
             stored = replace(options, fp8=keys.fp8, fp8_param=keys.fp8_param)
             plans[part] = PartPlan(policy, count, keys.fp8_recipe, stored)
-    return _apply(model, plans, confirm, example, emulate)
+    return plans
 
 
 def _warn_of_unknown_parts(tokens: Tokens | None, parts: Collection[str]) -> None:

@@ -23,10 +23,9 @@ from torch import nn
 from bitplan.base.errors import PlanError
 from bitplan.fp8.kernels.activation import ACTIVATIONS, GATED
 from bitplan.plan.structure.describe import arguments_of, describe
-from bitplan.plan.structure.example_inputs import examples_for
 from bitplan.plan.structure.joined_calls import plain_use, readers_of_one_tensor
 from bitplan.plan.structure.model_view import TRACED, GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse
-from bitplan.plan.structure.untouched import Inputs, has_foreign_forward
+from bitplan.plan.structure.untouched import Inputs, examples_for, has_foreign_forward
 
 _KINDS = {"rms_norm": "rms", "layer_norm": "layer"}
 # Functions that an activation may be written with, and that cut one projection's output in two.

@@ -22,11 +22,10 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from bitplan.base.documents import short
 from bitplan.fp8.build import put_decided
-from bitplan.fp8.decide import LayerDecision
+from bitplan.fp8.decide import Compared, LayerDecision
 from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error
 from bitplan.fp8.recorded_wiring import MlpWiring, random_like
-from bitplan.fp8.summary import Compared
 from bitplan.plan.structure.untouched import (
     Inputs,
     copied_inputs,

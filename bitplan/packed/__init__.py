@@ -18,11 +18,8 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.base.errors import MeasureError as MeasureError
     from bitplan.packed.kv_cache import KVCache as KVCache
     from bitplan.packed.machine import examine_machine as examine_machine
-    from bitplan.packed.product_strategy import LayerError as LayerError
-    from bitplan.packed.quant_embedding import QuantEmbedding as QuantEmbedding
     from bitplan.packed.quant_experts import QuantExperts as QuantExperts
     from bitplan.packed.quant_linear import QuantLinear as QuantLinear
     from bitplan.packed.tile_cache import TileCache as TileCache

@@ -31,9 +31,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from bitplan.base.errors import ArgumentError, PlanError, StoreError, did_you_mean
 from bitplan.files.models.decoded_in_eval import Morphed
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name
+from bitplan.formats.format import Format
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.checkpoints.save import adapt_to_transformers
 from bitplan.packed.layer_replacement import (
@@ -222,7 +223,9 @@ def apply_plan(
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"apply_plan(model, plan): model must be a torch.nn.Module, got a {type(model).__name__}")
     if any(isinstance(module, Morphed) for module in model.modules()):
-        raise ApplyError("the model is morphed: its weights are read in another way; call unmorph_model first")
+        raise ApplyError(
+            "the model is morphed: its weights are read in another way; undo it first: morph_model(model, None)"
+        )
     tensors = _Tensors(model)
     if not isinstance(plan, Plan):
         plan = choose_formats(tensors.stored(), plan, where="apply_plan")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from bitplan.base.errors import MeasureError
 from bitplan.base.loops.launch import INTERPRETED, PreparedLaunch
-from bitplan.formats import Format
+from bitplan.formats.format import Format
 from bitplan.formats.triton_codec import ENCODERS
 from bitplan.formats.triton_encode import largest, largest_scale, round_byte, scale_of_limit
 from bitplan.formats.triton_numbers import (

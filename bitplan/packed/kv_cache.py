@@ -20,7 +20,8 @@ from torch import Tensor
 
 from bitplan.base.errors import MeasureError
 from bitplan.base.optional import require
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
+from bitplan.formats.format import Format
 from bitplan.packed.kv_rows import PackedRows
 from bitplan.plan.kv_formats import KVFormats
 

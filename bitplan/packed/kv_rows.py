@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from bitplan.formats import Format
+from bitplan.formats.format import Format
 
 TILE_NUMBERS, GPU_TILE_NUMBERS = 2**20, 2**25  # decoded at once
 

@@ -270,9 +270,9 @@ def _paths_not_tried() -> list[FastPath]:
 def _cpu_paths() -> list[FastPath]:
     import torch
 
-    from bitplan.formats import list_formats
     from bitplan.formats.codec import encode
     from bitplan.formats.dispatch import SMALLEST_FOR_CPU, explain_encode
+    from bitplan.formats.registry import list_formats
     from bitplan.packed.products.cpu_fused import FORMATS as FUSED_ON_CPU
     from bitplan.packed.products.fused import fused_for
 

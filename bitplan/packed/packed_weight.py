@@ -29,8 +29,9 @@ from bitplan.base.documents import NAME, SHAPE, Reader
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import parse_json
 from bitplan.base.weight_changes import UNCOUNTED, writes_of
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
 from bitplan.formats.encoded import EncodedModule
+from bitplan.formats.format import Format
 
 _EXTRA = "_extra_state"
 _MAX_EXTRA_BYTES = 2**16

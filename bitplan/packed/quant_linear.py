@@ -33,8 +33,9 @@ from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
 from bitplan.formats.dispatch import bind_with_numbers, decode, encode, rounded
+from bitplan.formats.format import Format
 from bitplan.formats.input_formats import input_format
 from bitplan.packed.crossover import ROW_COUNTS, Pick
 from bitplan.packed.linear_operator import GraphWeight, Matrix, multiply, remember

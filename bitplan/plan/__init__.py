@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from bitplan.base.errors import PlanError as PlanError
     from bitplan.plan.check_manifest import check_headers as check_headers
     from bitplan.plan.format_choices import choose_formats as choose_formats
-    from bitplan.plan.manifest import Manifest as Manifest, shipped_manifest as shipped_manifest
+    from bitplan.plan.manifest import Manifest as Manifest
     from bitplan.plan.plan import (
         Choice as Choice,
         Plan as Plan,

@@ -32,8 +32,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from bitplan.base.documents import short
 from bitplan.base.errors import Finding, ManifestError
 from bitplan.base.text import counted
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
+from bitplan.formats.format import Format
 from bitplan.plan.manifest import Manifest, Tag, needs_base, rule_text
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import Part, part_dtype

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from bitplan.base.errors import ArgumentError, FormatError, PlanError
-from bitplan.formats import Format, get_format
-from bitplan.formats.format import NARROW_KERNEL
+from bitplan.formats import get_format
+from bitplan.formats.format import NARROW_KERNEL, Format
 from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS, SMALLER_BLOCKS
 from bitplan.formats.input_formats import Inputs, input_format

@@ -51,8 +51,10 @@ from bitplan.base.documents import (
 )
 from bitplan.base.errors import BitplanError, FormatError, ManifestError, did_you_mean
 from bitplan.base.records import parse_json
-from bitplan.formats import Format, get_format, list_formats
+from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
+from bitplan.formats.format import Format
+from bitplan.formats.registry import list_formats
 from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
 from bitplan.plan.structure.families import guess_role
 
@@ -497,7 +499,9 @@ class Manifest:
 
     @classmethod
     def load(cls, path: str | Path) -> Manifest:
-        """Read a manifest, or a raw map of names with `[i]`."""
+        """Read a manifest, a raw map of names with `[i]`, or by its name a manifest that comes with bitplan."""
+        if str(path) in SHIPPED and not Path(path).is_file():
+            return shipped_manifest(str(path))
         return cls.from_document(load_document(path, ManifestError), where=str(path))
 
     @classmethod

@@ -37,8 +37,9 @@ from typing import Any, Literal, NamedTuple, get_args
 from bitplan.base.documents import EVIDENCE, NAME, OBJECT, SHAPE, SIZE, TEXT, Reader, load_document, one_of, show
 from bitplan.base.errors import BitplanError, FormatError, PlanError, PlanFileError, did_you_mean
 from bitplan.base.records import write_json
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
+from bitplan.formats.format import Format
 from bitplan.formats.input_formats import input_format
 from bitplan.plan.names import listed, natural_order, number_ranges, split_layer
 

@@ -1,8 +1,7 @@
 """Pages from records: one self-contained HTML file from the JSON and JSONL that the other parts wrote."""
 
 from bitplan.report.page import write_report as write_report
-from bitplan.report.read_records import ReportError
 from bitplan.report.read_records import TrainingLog
 from bitplan.report.trackers import log_records
 
-__all__ = ["ReportError", "TrainingLog", "log_records"]
+__all__ = ["TrainingLog", "log_records"]

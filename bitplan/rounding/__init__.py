@@ -13,6 +13,6 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.rounding.weights import round_weight as round_weight, round_with_report as round_with_report
+    from bitplan.rounding.weights import round_with_report as round_with_report
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

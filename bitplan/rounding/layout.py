@@ -11,8 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
 from bitplan.formats.elements import Element, IntegerElement
+from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufVectors
 from bitplan.formats.gguf.grids import NUMBERS, SIGNED, VectorLayout
 from bitplan.formats.tiles import to_blocks

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from bitplan.base.loops.jit import compiled, inlined, on_threads, thread_count
 from bitplan.base.loops.vectors import same_bits
-from bitplan.formats import Format
+from bitplan.formats.format import Format
 from bitplan.formats.gguf.cpu_block_search import RowSearch
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.formats.scale_rules import SMALLEST_SCALE, BasedScales

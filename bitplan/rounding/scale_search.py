@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bitplan.formats import Format
+from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufQ40
 from bitplan.formats.scale_rules import power_of_two_scale, reciprocal
 from bitplan.rounding.layout import Grid, ScaledBlocks

@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode
+from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufBlocks, GgufVectors
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.formats.gguf.search import SearchBySums, TorchSums, search_blocks

@@ -19,8 +19,6 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.searching.goal import SearchError as SearchError
-    from bitplan.searching.evidence import SearchEvidence as SearchEvidence
     from bitplan.searching.goal import Goal as Goal
     from bitplan.searching.run import Searcher as Searcher, SearchOptions as SearchOptions, search as search
     from bitplan.searching.verify import verify_model as verify_model

@@ -31,7 +31,7 @@ from torch import Tensor, device, nn
 
 from bitplan.base.documents import LIST, NUMBER, OBJECT, SIZE, TEXT, Kind, Reader, is_text, load_document
 from bitplan.base.records import write_json
-from bitplan.files.engines.kernels import get_engine
+from bitplan.files.engines.targets import get_engine
 from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
 from bitplan.plan.kv_formats import KVFormats

@@ -39,8 +39,8 @@ from bitplan.packed.checkpoints.tensor_sources import FilePiece, assign
 from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm, no_causal_model, read_tokenizer, require_causal
 from bitplan.packed.language.perplexity import spread_windows
 from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
-from bitplan.plan import shipped_manifest
 from bitplan.plan.format_choices import choose_formats
+from bitplan.plan.manifest import shipped_manifest
 from bitplan.plan.names import natural_order, split_layer
 from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe

@@ -15,7 +15,6 @@ from bitplan.base.lazy_names import lazy_names
 if TYPE_CHECKING:
     from bitplan.streaming.errors import StreamError as StreamError
     from bitplan.streaming.options import StreamOptions as StreamOptions
-    from bitplan.streaming.selective.config import SelectiveError as SelectiveError
     from bitplan.streaming.selective.trainer_callbacks import (
         TensorBoardScalars as TensorBoardScalars,
         lightning_callback as lightning_callback,
@@ -24,11 +23,7 @@ if TYPE_CHECKING:
     from bitplan.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
     from bitplan.streaming.training.optimizers import HostOptimizer as HostOptimizer
     from bitplan.streaming.training.packed_mismatch import PackedMismatch as PackedMismatch
-    from bitplan.streaming.transfer.devices import (
-        CudaDevice as CudaDevice,
-        SimulatedDevice as SimulatedDevice,
-        StreamDevice as StreamDevice,
-    )
+    from bitplan.streaming.transfer.devices import SimulatedDevice as SimulatedDevice
     from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints as RuntimeLimitHints
     from bitplan.streaming.selective.config import SelectivePrecisionConfig as SelectivePrecisionConfig
     from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy as SelectivePrecisionPolicy

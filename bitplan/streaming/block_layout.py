@@ -23,8 +23,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode, explain_decode
+from bitplan.formats.format import Format
 
 ALIGNMENT = 256  # of every part, as in CUDA's allocator; vector loads need it
 PADDING = "padding"

@@ -22,7 +22,8 @@ from typing import Any, get_args
 
 import torch
 
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
+from bitplan.formats.format import Format
 from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Cause, Choice, Plan, Planned

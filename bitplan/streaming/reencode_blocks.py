@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bitplan.base.weight_changes import count_optimizer_steps, state_of
-from bitplan.formats import Format
 from bitplan.formats.codec import check_whole_blocks
 from bitplan.formats.dispatch import encode
+from bitplan.formats.format import Format
 from bitplan.plan.names import listed
 from bitplan.streaming.block_layout import BlockLayout, Piece, lay_out
 from bitplan.streaming.errors import StreamError

@@ -8,7 +8,6 @@ from bitplan.base.optional import require
 
 if TYPE_CHECKING:
     from bitplan.trees.distributed.fit import fit_distributed as fit_distributed
-    from bitplan.trees.distributed.shards import ProcessLostError as ProcessLostError
     from bitplan.trees.estimators import (
         BoostedTreesClassifier as BoostedTreesClassifier,
         BoostedTreesRegressor as BoostedTreesRegressor,

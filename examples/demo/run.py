@@ -58,15 +58,14 @@ from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.base.records import read_json, write_json
 from bitplan.cli.show import human_bytes, progress, say, table
 from bitplan.files.compare import compare_models
-from bitplan.files.drift import DriftLog, DriftRow, log_drift
+from bitplan.files.drift import DriftLog, DriftRow
 from bitplan.files.models.morph import morph_model
 from bitplan.files.models.save_load import load_model, write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import encode
-from bitplan.fp8.bench.bench_options import BenchOptions
-from bitplan.fp8.bench.layer_bench import BenchPlan
+from bitplan.fp8.bench.layer_bench import BenchOptions, BenchPlan
 from bitplan.fp8.bench.session import plan_session, run_session
 from bitplan.fp8.policy.merge import summary
 from bitplan.packed.crossover import (
@@ -471,7 +470,7 @@ def pack_by_plan(output: Path, plan: Plan, manifest: Manifest, step: int) -> lis
             for name in file.specs
             if isinstance(encoded := file.read(name), Encoded) and not encoded.fmt.is_cast
         ]
-        return log_drift(log, step, layers)
+        return log.add(step, layers)
 
 
 class DemoComparison:

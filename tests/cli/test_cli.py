@@ -14,7 +14,7 @@ import torch
 
 from bitplan.base.version import __version__
 from bitplan.cli import run
-from bitplan.formats import list_formats
+from bitplan.formats.registry import list_formats
 from bitplan.plan import Choice, Plan, Planned
 
 

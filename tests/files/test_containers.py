@@ -17,8 +17,9 @@ from bitplan import encode, get_format, open_tensors, quantize_file
 from bitplan.base.errors import StoreError
 from bitplan.base.folders import atomic_folder
 from bitplan.cli import run
-from bitplan.files import Container, TensorFile, TensorSpec, morph_model, open_files, register_container
+from bitplan.files import Container, TensorFile, morph_model, open_files, register_container
 from bitplan.files.models.save_load import load_model, write_model
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.formats import Encoded
 
 FMT = get_format("int4_g32")

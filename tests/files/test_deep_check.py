@@ -16,16 +16,17 @@ from gguf import GGUFValueType
 from bitplan.base.errors import FileFormatError
 from bitplan.files import packed_rows
 from bitplan.files.deep_check import deep_check, index_of
+from bitplan.files.engines.gguf import write_parts
 from bitplan.files.gguf import GGUFFile, GGUFValue, dequantize_rows, write_gguf
-from bitplan.files.gguf_split import write_parts
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors import SafetensorsFile
 from bitplan.files.tensor_bytes import ContainerFile
 from bitplan.files.tensor_file import TensorSpec
-from bitplan.formats import Encoded, get_format, list_formats
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import encode
-from bitplan.plan import Manifest, shipped_manifest
-from bitplan.plan.manifest import Rule
+from bitplan.formats.registry import list_formats
+from bitplan.plan import Manifest
+from bitplan.plan.manifest import Rule, shipped_manifest
 from tests.crosses import few
 
 ANY = Manifest((Rule(".*", "bfloat16"),))

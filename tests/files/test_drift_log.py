@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import FileFormatError, StoreError
-from bitplan.files.drift import DriftLog, log_drift, measure_drift, read_drift
+from bitplan.files.drift import DriftLog, drift_of, measure_drift
 from bitplan.files.models.morph import morph_model
 from bitplan.formats import error_report
 from bitplan.formats.codec import encode
@@ -53,8 +53,8 @@ def test_a_line_has_the_figures_of_the_report(fmt, tmp_path):
     x = gaussian(128, 128)
     encoded = encode(x, fmt)
     with DriftLog(tmp_path / "drift.jsonl") as log:
-        log_drift(log, 7, [("up.weight", x, encoded)])
-    (line,) = read_drift(tmp_path / "drift.jsonl")
+        log.add(7, [("up.weight", x, encoded)])
+    (line,) = DriftLog.read(tmp_path / "drift.jsonl")
     report, health = error_report(x, encoded), scale_health(encoded)
     assert list(line) == KEYS
     assert (line["step"], line["name"], line["format"], line["count"]) == (7, "up.weight", fmt.name, x.numel())
@@ -77,8 +77,8 @@ def test_a_step_of_fine_tuning(tmp_path):
                 weight *= 3 if name == "up" else 1
                 packed[name], counts = requantize(packed[name], weight)
                 layers.append((name, weight, packed[name], counts))
-            log_drift(log, step, layers)
-    lines = read_drift(tmp_path / "drift.jsonl")
+            log.add(step, layers)
+    lines = DriftLog.read(tmp_path / "drift.jsonl")
     assert [(line["step"], line["name"]) for line in lines] == [(s, n) for s in range(3) for n in ("up", "down")]
     assert all(line["tiles_rebased"] == line["tiles_saturated"] == 16 for line in lines if line["name"] == "up")
     assert all(line["tiles_rebased"] == 0 for line in lines if line["name"] == "down")
@@ -91,7 +91,7 @@ def test_what_is_not_finite_is_null(tmp_path):
     assert math.isinf(row.max_abs_error)
     with DriftLog(tmp_path / "d") as log:
         log.write(row)
-    (line,) = read_drift(tmp_path / "d")
+    (line,) = DriftLog.read(tmp_path / "d")
     assert line["max_abs_error"] is None
     assert line["saturated_codes"] == 1
 
@@ -101,12 +101,12 @@ def test_a_morphed_model_and_its_ties():
     model.append(nn.Linear(64, 32))
     model[3].weight = model[0].weight
     morph_model(model, {"0": "mxfp4", "1": "int8_row", "3": "mxfp4"})
-    rows = log_drift(None, 1, model)
+    rows = drift_of(1, model)
     assert {row.name: row.format for row in rows} == {"0.weight": "mxfp4", "1.weight": "int8_row"}
     assert rows[0].relative_error > rows[1].relative_error > 0
     with torch.no_grad():
         model[1].weight.mul_(2)
-    assert log_drift(None, 2, model)[1].max_abs_error == 2 * rows[1].max_abs_error  # a fresh version of the new weight
+    assert drift_of(2, model)[1].max_abs_error == 2 * rows[1].max_abs_error  # a fresh version of the new weight
 
 
 def test_a_master_of_another_shape_is_refused():
@@ -126,9 +126,9 @@ def test_a_line_is_in_the_file_when_it_was_written(tmp_path):
     path = tmp_path / "d.jsonl"
     with DriftLog(path) as log:
         log.write(row())
-        assert len(read_drift(path)) == 1
+        assert len(DriftLog.read(path)) == 1
         log.write(row(counts=DriftCounts(5, 1, 2, 3, True)))
-    line = read_drift(path)[1]
+    line = DriftLog.read(path)[1]
     assert [line[key] for key in KEYS[-4:]] == [1, 2, 3, True]
 
 
@@ -139,14 +139,14 @@ def test_a_log_is_continued_and_a_torn_line_cut_off(tmp_path):
     whole = path.read_bytes()
     for torn in (b"", b"{", whole[:40], whole[:-1]):
         path.write_bytes(whole + torn)
-        assert [line["step"] for line in read_drift(path)] == [1]
+        assert [line["step"] for line in DriftLog.read(path)] == [1]
         with DriftLog(path) as log:
             log.write(row(2))
-        assert [line["step"] for line in read_drift(path)] == [1, 2]
+        assert [line["step"] for line in DriftLog.read(path)] == [1, 2]
     path.write_bytes(whole[:5])  # the very first line was torn
     with DriftLog(path) as log:
         log.write(row(3))
-    assert [line["step"] for line in read_drift(path)] == [3]
+    assert [line["step"] for line in DriftLog.read(path)] == [3]
 
 
 def test_another_file_is_not_appended_to(tmp_path):
@@ -168,18 +168,18 @@ def test_a_killed_process_leaves_whole_lines(tmp_path):
     code = f"""
 import torch
 from bitplan.formats.codec import encode
-from bitplan.files.drift import DriftLog, log_drift
+from bitplan.files.drift import DriftLog, drift_of
 log, x = DriftLog({str(tmp_path / "d")!r}), torch.ones(4)
 layers = [(f"layer.{{i}}", x, encode(x, "int8")) for i in range(50)]
 for step in range(10**6):
-    log_drift(log, step, layers)
+    log.add(step, layers)
     if step == 2:
         print("going", flush=True)
 """
     program = Program(code, folder=tmp_path)
     program.wait_until(lambda: program.output == "going\n")
     assert program.signal(signal.SIGKILL) == -signal.SIGKILL
-    lines = read_drift(tmp_path / "d")
+    lines = DriftLog.read(tmp_path / "d")
     assert len(lines) >= 150
     assert [line["name"] for line in lines[:50]] == [f"layer.{i}" for i in range(50)]
     with DriftLog(tmp_path / "d"):
@@ -191,7 +191,7 @@ for step in range(10**6):
 def test_a_damaged_line_is_named(tmp_path):
     (tmp_path / "d").write_text('{"step": 1, "name": "w"}\n{"step": 2\n')
     with pytest.raises(FileFormatError, match="line 2: not valid JSON"):
-        read_drift(tmp_path / "d")
+        DriftLog.read(tmp_path / "d")
     (tmp_path / "d").write_text(json.dumps([1]) + "\n")
     with pytest.raises(FileFormatError, match="line 1: the document must be an object"):
-        read_drift(tmp_path / "d")
+        DriftLog.read(tmp_path / "d")

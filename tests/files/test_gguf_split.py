@@ -11,7 +11,7 @@ import torch
 
 from bitplan.base.errors import FileFormatError
 from bitplan.cli import run
-from bitplan.files.gguf_split import write_parts
+from bitplan.files.engines.gguf import write_parts
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
 from bitplan.files.tensor_file import TensorSpec

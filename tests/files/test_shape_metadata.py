@@ -18,8 +18,9 @@ from bitplan.files.packed_rows import packed_pair
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.safetensors_tensors import part_name
 from bitplan.files.tensor_bytes import ContainerFile
-from bitplan.formats import get_format, list_formats
+from bitplan.formats import get_format
 from bitplan.formats.codec import encode
+from bitplan.formats.registry import list_formats
 from tests.crosses import few
 
 PACKED = [pytest.param(fmt, id=fmt.name) for fmt in list_formats()]

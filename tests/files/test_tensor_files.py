@@ -16,8 +16,9 @@ from bitplan.files.gguf_tensors import GGUF_TYPES, file_metadata
 from bitplan.files.open_files import open_tensors, write_tensors
 from bitplan.files.safetensors_tensors import METADATA_KEY
 from bitplan.files.tensor_file import TensorSpec
-from bitplan.formats import Encoded, list_formats
+from bitplan.formats import Encoded
 from bitplan.formats.codec import decode, encode
+from bitplan.formats.registry import list_formats
 from tests.crosses import few
 
 FORMATS = [fmt.name for fmt in list_formats()]

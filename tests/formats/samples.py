@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from bitplan.formats import Format, list_formats
+from bitplan.formats.format import Format
+from bitplan.formats.registry import list_formats
 
 # Blocks that hold their own scales have one rule and no codes of their own to look at: tests/formats/gguf has theirs.
 WITH_CODES = [fmt for fmt in list_formats() if not fmt.is_opaque]

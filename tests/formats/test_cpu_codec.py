@@ -11,8 +11,9 @@ import torch
 
 from bitplan import formats
 from bitplan.base.errors import FormatError, NonFiniteError
-from bitplan.formats import Encoded, cpu_codec, explain_decode, get_format
+from bitplan.formats import Encoded, cpu_codec, get_format
 from bitplan.formats.cpu_codec import DECODERS, ENCODERS
+from bitplan.formats.dispatch import explain_decode
 from bitplan.formats.gguf.layouts import LAYOUTS
 from tests.processes import Program
 

@@ -7,8 +7,9 @@ import torch
 
 from bitplan import formats
 from bitplan.base.errors import FormatError, NonFiniteError
-from bitplan.formats import dispatch, explain_decode, explain_encode, list_formats
-from bitplan.formats.dispatch import decode, encode
+from bitplan.formats import dispatch
+from bitplan.formats.dispatch import decode, encode, explain_decode, explain_encode
+from bitplan.formats.registry import list_formats
 from tests.crosses import few
 
 LARGE = (256, 512)

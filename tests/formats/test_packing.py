@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.formats.packing import Packing
+from bitplan.formats.elements import Packing
 
 from .samples import every_byte
 

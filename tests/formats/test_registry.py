@@ -10,8 +10,8 @@ import torch
 
 import bitplan.formats
 from bitplan.base.errors import FormatError
-from bitplan.formats import get_format, list_formats
-from bitplan.formats.registry import DTYPE_NAMES
+from bitplan.formats import get_format
+from bitplan.formats.registry import DTYPE_NAMES, list_formats
 from tests.crosses import few
 
 from .samples import ALL_FORMATS

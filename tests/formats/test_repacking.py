@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, repack
+from bitplan.formats import Encoded
 from bitplan.formats.codec import decode, encode
+from bitplan.formats.reencode import repack
 
 from .samples import gaussian, heavy_tailed, same
 

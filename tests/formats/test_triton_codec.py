@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import decode, encode
+from bitplan.formats.format import Format
 
 triton = pytest.importorskip("triton")
 if not (triton.knobs.runtime.interpret or torch.cuda.is_available()):

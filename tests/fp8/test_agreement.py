@@ -21,7 +21,6 @@ from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.other_libraries import torchao_filter, transformer_engine_decision
-from bitplan.fp8.policy.merge import to_thresholds
 from bitplan.fp8.policy.rules import Policy, load_policy
 from bitplan.fp8.policy.vocabulary import GEMMS, PRODUCTS
 from tests.fp8.policy.fp8_policies import LAYERS, POLICIES, TOKENS
@@ -117,5 +116,5 @@ def test_they_agree_on_version_1(policy, tokens, recipe):
     rules = [rule for rule in policy.rules if rule.recipe == "tensorwise"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "policy.json")
-        to_thresholds(Policy(rules, policy.fingerprint, policy.speedup_threshold, policy.confidence)).save(path)
+        Policy(rules, policy.fingerprint, policy.speedup_threshold, policy.confidence).to_thresholds().save(path)
         check(path, tokens, recipe, True, False)

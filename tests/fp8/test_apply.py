@@ -14,12 +14,12 @@ from torch import nn
 from bitplan.base.paired_timing import CpuStopwatch
 from bitplan.fp8 import build as replacements
 from bitplan.fp8 import decide
-from bitplan.fp8.apply import apply_fp8, apply_fp8_config
+from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.build import has_fp8
 from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.policy.layers import layers_of_shapes
-from bitplan.fp8.policy.merge import merge_reports, to_thresholds
+from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.vocabulary import (
     FingerprintError,
     Fp8Error,
@@ -282,7 +282,7 @@ def test_dimensions_that_the_recipe_does_not_divide_stay_bf16():
 
 
 def test_version_1_policies(tmp_path):
-    to_thresholds(policy_of(**ALL)).save(tmp_path / "v1.json")
+    policy_of(**ALL).to_thresholds().save(tmp_path / "v1.json")
     applied = apply_fp8(llama(), tmp_path / "v1.json", tokens=4096, recipe="tensorwise", emulate=True)
     assert applied.fp8_layers == 8
     assert any("version 1 does not say on which GPU" in note for note in applied.notes)
@@ -567,11 +567,7 @@ def test_options_that_cannot_be_are_refused(given, message):
         Fp8Options(**given)
 
 
-def test_keywords_that_became_options_warn_and_work():
-    message = r"apply_fp8\(fp8_param=\.\.\.\) is apply_fp8\(options=Fp8Options\(fp8_param=\.\.\.\)\) now"
-    with pytest.warns(FutureWarning, match=message):
-        applied = apply_fp8(llama(num_hidden_layers=1), None, tokens=100, emulate=True, fp8_param=True)
-    assert any("fp8_param" in note for note in applied.notes)
+def test_an_unknown_keyword_is_refused():
     with pytest.raises(TypeError, match="unexpected keyword argument 'extrapolates'"):
         apply_fp8(llama(num_hidden_layers=1), None, tokens=100, extrapolates=True)
 
@@ -633,7 +629,7 @@ def test_loongforges_keys(tmp_path):
         "fp8_dynamic_policy_path: 'policy.json'\nfp8_dynamic_num_tokens: 128\n",
     )
     model = llama()
-    applied = apply_fp8_config(model, path, emulate=True)
+    applied = apply_fp8(model, path, emulate=True)
     assert applied.fp8_layers == 8
     assert {row.tokens for row in applied.rows} == {128}
     assert model.model.layers[0].mlp.down_proj.recipe.name == "blockwise"
@@ -642,10 +638,10 @@ def test_loongforges_keys(tmp_path):
 def test_tokens_from_the_caller_full_fp8_and_none(tmp_path):
     path = yaml_of(tmp_path, MODEL_KEYS + "fp8: hybrid\nfp8_recipe: tensorwise\n")
     model = llama()
-    assert apply_fp8_config(model, path, tokens=4096, emulate=True).fp8_layers == 8
+    assert apply_fp8(model, path, tokens=4096, emulate=True).fp8_layers == 8
     assert model.model.layers[0].mlp.down_proj.recipe.fp8 == "hybrid"
     path = yaml_of(tmp_path, MODEL_KEYS)
-    applied = apply_fp8_config(llama(), path, tokens=4096, emulate=True)
+    applied = apply_fp8(llama(), path, tokens=4096, emulate=True)
     assert {row.reason for row in applied.rows} == {"FP8 was not asked for in the part llm"}
 
 
@@ -671,7 +667,7 @@ def test_a_vlm_has_a_policy_for_each_part(tmp_path):
 
     model = nn.ModuleDict({"image": nn.ModuleList([Mlp()]), "text": nn.ModuleList([Mlp()])})
     model.config, model["image"].config = VisionLanguage(), VisionLanguage.vision_config
-    applied = apply_fp8_config(model, path, emulate=True)
+    applied = apply_fp8(model, path, emulate=True)
     assert [(row.part, row.name, row.precision, row.tokens) for row in applied.rows] == [
         ("vit", "fc1", "fp8", 64),  # estimated: it has more work than fc2, which wins
         ("vit", "fc2", "fp8", 64),

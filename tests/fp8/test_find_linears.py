@@ -8,8 +8,7 @@ import transformers
 from torch import nn
 
 from bitplan.fp8.find_linears import find_sites
-from bitplan.fp8.policy.layers import Parallel, local_layers
-from bitplan.fp8.policy.model_parts import model_parts
+from bitplan.fp8.policy.layers import Parallel, local_layers, model_parts
 from bitplan.fp8.policy.vocabulary import Fp8Error
 from tests.plan.structure.handwritten_models import DiT, NanoGPT, Titan
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from bitplan.fp8.loongforge.model_yaml import find_policy, open_model, open_yaml_model
+from bitplan.fp8.loongforge import find_policy, open_model, open_yaml_model
 from bitplan.fp8.policy.vocabulary import ModelConfigError
 
 SIZES = "num_layers: 2\nhidden_size: 128\nffn_hidden_size: 256\nnum_attention_heads: 4\n"

@@ -13,7 +13,7 @@ from typing import Any
 from bitplan.base.records import read_json
 from bitplan.plan import Manifest, Plan, check_headers
 from bitplan.plan.manifest import expand_raw_map
-from bitplan.searching import SearchEvidence
+from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.solver import front
 from tests.fuzz.weight_files import written
 
@@ -141,9 +141,9 @@ def read_crossovers(path: Path) -> None:
 
 
 def read_drift_log(path: Path) -> None:
-    from bitplan.files.drift import read_drift
+    from bitplan.files.drift import DriftLog
 
-    read_drift(path)
+    DriftLog.read(path)
 
 
 def make_trees(folder: Path) -> list[Path]:
@@ -266,7 +266,7 @@ def make_list_report(folder: Path) -> list[Path]:
 
 
 def read_list_report(path: Path) -> None:
-    from bitplan.fp8.loongforge.times_report import merge_lists
+    from bitplan.fp8.loongforge import merge_lists
 
     result = merge_lists([path], 1.0)
     if result is not None:
@@ -288,7 +288,7 @@ def make_yaml(folder: Path) -> list[Path]:
 
 
 def read_fp8_model(path: Path) -> None:
-    from bitplan.fp8.loongforge.model_yaml import open_model
+    from bitplan.fp8.loongforge import open_model
     from bitplan.fp8.policy.layers import Parallel, local_layers
 
     local_layers(open_model(path).parts, Parallel(tp=2))

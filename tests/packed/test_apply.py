@@ -416,7 +416,7 @@ def test_morphed_models_and_unknown_strategies_are_refused() -> None:
         with pytest.raises(ApplyError, match=said):
             apply_plan(model, plan_for("0.weight", "mxfp4"), **options)
     morph_model(model, "mxfp4")
-    refused(model, plan_for("0.weight", "mxfp4"), "unmorph_model first")
+    refused(model, plan_for("0.weight", "mxfp4"), r"undo it first: morph_model\(model, None\)")
 
 
 @pytest.mark.parametrize("wanted", ["int8_row", {"0": "int8_row"}, [{"regex": "0.weight", "format": "int8_row"}]])

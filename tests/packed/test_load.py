@@ -21,7 +21,7 @@ from bitplan.base.errors import FileFormatError, ManifestError, MissingLibraryEr
 from bitplan.files.gguf import GGUFFile, write_gguf
 from bitplan.files.gpt_oss import GptOssFile, convert_gpt_oss, make_checkpoint
 from bitplan.files.gpt_oss import source as gpt_oss_source
-from bitplan.files.gpt_oss.synthetic import DrawnCheckpoint
+from bitplan.files.gpt_oss.convert import DrawnCheckpoint
 from bitplan.files.tensor_bytes import ContainerFile
 from bitplan.formats import Encoded
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors
@@ -29,7 +29,7 @@ from bitplan.packed.checkpoints.load import check_filled, load_packed
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.quant_experts import QuantExperts
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan import shipped_manifest
+from bitplan.plan.manifest import shipped_manifest
 
 transformers = pytest.importorskip("transformers")
 LAYOUTS = ("openai", "hf", "gguf")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bitplan.files import TensorSpec
+from bitplan.files.tensor_file import TensorSpec
 
 
 def header(shape: tuple[int, ...], dtype: str = "bfloat16") -> TensorSpec:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from bitplan.base.errors import Finding, ManifestError
-from bitplan.formats import list_formats
-from bitplan.plan import Manifest, check_headers, shipped_manifest
+from bitplan.formats.registry import list_formats
+from bitplan.plan import Manifest, check_headers
 from bitplan.plan.check_manifest import require_clean
-from bitplan.plan.manifest import Rule, Tag
+from bitplan.plan.manifest import Rule, Tag, shipped_manifest
 from tests.crosses import few
 from tests.limits import assert_quick
 

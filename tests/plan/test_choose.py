@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bitplan.base.errors import ArgumentError, PlanError
-from bitplan.files import TensorSpec
+from bitplan.files.tensor_file import TensorSpec
 from bitplan.plan import Choice, Manifest, Plan, Planned, choose_formats
 
 ROWS = [

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 
-from bitplan.plan import Choice, Plan, Planned, shipped_manifest
+from bitplan.plan import Choice, Plan, Planned
+from bitplan.plan.manifest import shipped_manifest
 
 from .samples import gpt_oss_openai, shapes
 

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from bitplan.base.errors import ManifestError
-from bitplan.plan import check_headers, shipped_manifest
-from bitplan.plan.manifest import SHIPPED, manifest_schema, open_manifest, shipped_text
+from bitplan.plan import check_headers
+from bitplan.plan.manifest import SHIPPED, manifest_schema, open_manifest, shipped_manifest, shipped_text
 
 from .samples import gpt_oss_hugging_face, gpt_oss_openai, header, llama, mixtral, shapes
 

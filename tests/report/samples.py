@@ -16,7 +16,7 @@ import torch
 
 from bitplan.base.errors import Finding
 from bitplan.base.records import write_json
-from bitplan.files.drift import DriftLog, log_drift
+from bitplan.files.drift import DriftLog
 from bitplan.formats.codec import encode
 from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.report import Fingerprint, Report, Row
@@ -272,7 +272,7 @@ def write_drift(folder: Path) -> list[Path]:
     packed = {name: encode(x, "mxfp4" if "up" in name else "int8_row") for name, x in masters.items()}
     with DriftLog(path) as log:
         for step in range(0, 500, 100):
-            log_drift(log, step, [(name, masters[name], packed[name]) for name in masters])
+            log.add(step, [(name, masters[name], packed[name]) for name in masters])
             for x in masters.values():
                 x += 0.004 * torch.randn(x.shape, generator=generator) * torch.rand(1, generator=generator)
     return [path]

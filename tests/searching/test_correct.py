@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.searching import Goal, SearchEvidence, run
+from bitplan.searching import Goal, run
 from bitplan.searching.damage import damage_of_rows
-from bitplan.searching.evidence import FormatCost, TensorGroup
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.goal import GoalError
 from bitplan.searching.run import solve_and_correct
 from bitplan.searching.searched_model import WeightSite

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bitplan.formats.dispatch import encode
-from bitplan.rounding import round_weight
+from bitplan.rounding.weights import round_weight
 from bitplan.searching import damage
 
 LONG = [pytest.param(fmt, marks=pytest.mark.long) for fmt in ("iq4_nl_gguf", "mxfp4", "int4_g32", "fp8_e4m3_b128")]

@@ -10,13 +10,14 @@ import torch
 import transformers
 
 import bitplan
-from bitplan.files.engines import kernels
+from bitplan.files.engines.targets import Engine
 from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.kv_formats import KVFormats
-from bitplan.searching import SearchError, SearchEvidence, fit, memory_probe
+from bitplan.searching import fit, memory_probe
 from bitplan.searching.engine_memory import ENGINES
+from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.fit import KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
-from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, parse_tokens
+from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, SearchError, parse_tokens
 from bitplan.searching.memory_probe import MemoryProbe, _measure
 from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
 from bitplan.searching.solver import solve
@@ -228,7 +229,7 @@ def test_vllm_keeps_all_in_fp8_or_as_it_is(elsewhere, monkeypatch):
     assert command.endswith(f"--kv-cache-memory-bytes {result.row.kv}")
     with pytest.raises(SearchError, match="q4_k_gguf"):
         bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**10, 64, target="vllm"), formats=("q4_k_gguf",))
-    monkeypatch.setattr(fit, "get_engine", lambda _name: kernels.Engine("vLLM", ("int8_row",), ("int8_row",), {}))
+    monkeypatch.setattr(fit, "get_engine", lambda _name: Engine("vLLM", ("int8_row",), ("int8_row",), {}))
     with pytest.raises(SearchError, match="has no kernel for int8_g64"):
         bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**10, 64, target="vllm"), formats=("int8_g64",))
     with pytest.raises(SearchError, match=r"a fit is for one of bitplan, llama\.cpp, vllm, got 'mlx'"):

@@ -12,9 +12,10 @@ import torch
 import bitplan
 from bitplan.formats.input_formats import round_input
 from bitplan.plan import Plan
-from bitplan.searching import Goal, SearchError, SearchEvidence
-from bitplan.searching.evidence import FormatCost, TensorGroup, input_of, weight_format
+from bitplan.searching import Goal
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, input_of, weight_format
 from bitplan.searching.explain import compare_plans
+from bitplan.searching.goal import SearchError
 from bitplan.searching.input_damage import SHARE, round_cheap_inputs
 from bitplan.searching.run import SearchOptions
 from bitplan.searching.runtime_formats import TARGETS

@@ -9,8 +9,9 @@ import torch
 
 import bitplan
 from bitplan.base.errors import FormatError
-from bitplan.searching import Goal, SearchError, SearchOptions, damage
+from bitplan.searching import Goal, SearchOptions, damage
 from bitplan.searching.damage import RoundedWeights, RoundingJob, RoundingProcesses
+from bitplan.searching.goal import SearchError
 from bitplan.searching.searched_model import subject_of
 from bitplan.searching.statistics import InputStatistics, add_windows
 from tests.searching.test_run import tiny_llama, tokens

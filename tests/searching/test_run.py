@@ -29,13 +29,14 @@ from bitplan.plan import Plan
 from bitplan.plan.format_choices import choose_formats
 from bitplan.report.page import write_report
 from bitplan.report.read_records import read_records
-from bitplan.rounding import round_weight
-from bitplan.searching import Goal, SearchError, SearchEvidence, blocks, collect, damage, searched_model
+from bitplan.rounding.weights import round_weight
+from bitplan.searching import Goal, blocks, collect, damage, searched_model
 from bitplan.searching import run as runner
 from bitplan.searching import statistics as gathered
 from bitplan.searching.collect import EVIDENCE
+from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.goal import EvidenceFileError, GoalError
+from bitplan.searching.goal import EvidenceFileError, GoalError, SearchError
 from bitplan.searching.run import SearchOptions
 from bitplan.searching.runtime_formats import TARGETS, candidates
 from bitplan.searching.searched_model import subject_of
@@ -508,11 +509,3 @@ def test_products_of_all_pairs_of_columns_are_computed_once(columns):
         add_upper_products(found, part)
     every = rows.reshape(-1, columns).double()
     torch.testing.assert_close(mirror(found).double(), every.T @ every, rtol=1e-5, atol=1e-4)
-
-
-def test_keywords_that_are_options_now_work_with_a_warning(monkeypatch):
-    seen = {}
-    monkeypatch.setattr(runner, "prepare", lambda *_given, **options: seen.update(options) or 1 / 0)
-    with pytest.warns(FutureWarning, match="options=SearchOptions"), pytest.raises(ZeroDivisionError):
-        bitplan.search(tiny_llama(), tokens(4), goal={"bits": 9.0}, windows=7, device="cpu")
-    assert (seen["windows"], seen["device"]) == (7, "cpu")

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from bitplan.searching import Goal, SearchEvidence
-from bitplan.searching.evidence import FormatCost, TensorGroup
+from bitplan.searching import Goal
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup
 from bitplan.searching.explain import compare_plans, explain_plan
 from bitplan.searching.goal import GoalError, aims_of, parse_bytes, parse_kinds
 from bitplan.searching.solver import front, may_win, plan_for, rivals_of, solve

@@ -10,8 +10,8 @@ import pytest
 import bitplan
 from bitplan.fp8.policy.report import Fingerprint
 from bitplan.fp8.policy.rules import LayerRule, Point, Policy
-from bitplan.searching import Goal, SearchError, SearchOptions
-from bitplan.searching.goal import EvidenceFileError, GoalError
+from bitplan.searching import Goal, SearchOptions
+from bitplan.searching.goal import EvidenceFileError, GoalError, SearchError
 from bitplan.searching.solver import solve
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.score import RawGradStats, compare_blocks

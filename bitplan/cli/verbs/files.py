@@ -48,7 +48,7 @@ def formats(
             raise typer.BadParameter(f"--on takes FILE:TENSOR, got {on!r}; `bitplan inspect {on}` lists the tensors")
         _formats_on(path, name, scale_rule, as_json)
         return
-    from bitplan.formats import list_formats
+    from bitplan.formats.registry import list_formats
 
     shape = (4096, 4096)
     rows = [
@@ -69,9 +69,10 @@ def _formats_on(path: str | Path, name: str, scale_rule: Rule | None, as_json: b
     with open_tensors(path) as file:
         file.spec(name)  # raises before torch is imported
 
-        from bitplan.formats import error_report, list_formats
+        from bitplan.formats import error_report
         from bitplan.formats.codec import finite, readable
         from bitplan.formats.dispatch import encode
+        from bitplan.formats.registry import list_formats
 
         numbers = finite(readable(file.read_float(name), on), "error", on)
     known = list_formats()

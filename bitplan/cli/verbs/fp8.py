@@ -105,7 +105,7 @@ def bench(
 
 def _options(given: dict[str, tuple[str, Any]]) -> Any:
     """Options, which win over the variables; an error in an option names the option."""
-    from bitplan.fp8.bench.bench_options import BenchOptions, read_option
+    from bitplan.fp8.bench.layer_bench import BenchOptions, read_option
 
     texts = {key: (flag, str(value)) for key, (flag, value) in given.items() if value is not None}
     chosen = {key: read_option(key, text, flag) for key, (flag, text) in texts.items()}
@@ -117,7 +117,7 @@ def _prepare_outputs(options: Any, force: bool) -> None:
     a log and is continued.
     """
     from bitplan.base.records import check_output
-    from bitplan.fp8.bench.bench_options import BenchOptionsError
+    from bitplan.fp8.bench.layer_bench import BenchOptionsError
 
     for path in (options.report_file(), options.fp8_policy_path):
         if path is not None:
@@ -245,8 +245,8 @@ def merge(
     Example: bitplan fp8 merge --reports tp1.json tp2.json --output policy.json --speedup-threshold 1.0
     """
     from bitplan.base.records import check_output
-    from bitplan.fp8.loongforge.times_report import merge_lists
-    from bitplan.fp8.policy.merge import extend_policy, merge_reports, summary, to_thresholds
+    from bitplan.fp8.loongforge import merge_lists
+    from bitplan.fp8.policy.merge import extend_policy, merge_reports, summary
     from bitplan.fp8.policy.report import Report
     from bitplan.fp8.policy.rules import load_policy
     from bitplan.fp8.policy.vocabulary import MergeError
@@ -280,7 +280,7 @@ def merge(
         )
         banded = merged.policy if into is None else extend_policy(load_policy(into), merged.policy)
         title, rows = f"{len(paths)} reports of {banded.gpu}", summary(banded)
-        merged = replace(merged, policy=banded if policy_version == "2" else to_thresholds(banded, part=part))
+        merged = replace(merged, policy=banded if policy_version == "2" else banded.to_thresholds(part=part))
     policy = merged.policy
     if output is not None:
         policy.save(output)

@@ -30,10 +30,10 @@ from torch import Tensor
 from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, open_folder
-from bitplan.files.engines.kernels import Engine, get_engine
-from bitplan.files.engines.targets import ExportRequest, OutputTensor, kv_of_request
+from bitplan.files.engines.targets import Engine, ExportRequest, OutputTensor, get_engine, kv_of_request
 from bitplan.files.tensor_file import TensorSpec
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
+from bitplan.formats.format import Format
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.structure.families import split_expert

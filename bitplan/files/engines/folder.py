@@ -2,6 +2,12 @@
 
 A target says of every tensor what it becomes (`OutputTensor`) and how packed numbers lie there (`pack`). Tensors are
 read, encoded and written one at a time; one that is packed already in the wanted format keeps its bits.
+
+A plain folder is the simplest target: numbers in float32, float16 or bfloat16, for whatever reads those.
+
+From a folder that `bitplan quantize` packed, or a GGUF file, with config and tokenizer. A packed tensor becomes the
+type that is asked for, else that of the model's config, else bfloat16; a plain one keeps its type unless one is asked
+for.
 """
 
 from __future__ import annotations
@@ -21,8 +27,7 @@ from bitplan.base.errors import StoreError
 from bitplan.base.records import on_failure, stamps_of
 from bitplan.files.certificate import certificate_of, proof_of, written_plan
 from bitplan.files.describe_files import describe_tensors
-from bitplan.files.engines.gguf_names import evidence_of, fit_names
-from bitplan.files.engines.gguf_source import GGUFModel, open_model
+from bitplan.files.engines.gguf_source import GGUFModel, evidence_of, fit_names, open_model
 from bitplan.files.engines.targets import (
     ExportReport,
     ExportRequest,
@@ -48,10 +53,11 @@ from bitplan.files.packed_folder import (
 from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, open_evidence
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name, wider_types
+from bitplan.formats.format import Format
 from bitplan.formats.input_formats import Inputs
 from bitplan.plan import Plan
 from bitplan.plan.format_choices import Substitutes, give_inputs
@@ -349,3 +355,54 @@ class FolderExport:
         made = held if isinstance(held, Encoded) else encode(self._file.read_float(name), fmt, name=name)
         assert made.base is not None
         return float(made.base)
+
+
+# ---- a plain Hugging Face folder -------------------------------------------------------------------------------------
+
+
+TARGET = "hf"
+
+
+def prepare(request: ExportRequest) -> FolderExport:
+    """Everything that can be refused is, before a weight is read."""
+    if isinstance(request.formats, str | Format) and get_format(request.formats).name not in PLAIN:
+        raise StoreError(
+            f"{request.output}: a plain folder holds {', '.join(PLAIN)}, not {get_format(request.formats).name}; "
+            "`bitplan quantize` packs one"
+        )
+    source = open_folder(request, TARGET)
+    with on_failure(source.file.close):
+        wide = _wide(request, source)
+        layers = [_layer(source, name, wide) for name in source.file.specs]
+    return FolderExport(
+        request, TARGET, source, layers, _config(source.config, wide), lambda encoded, _layer, _where: [encoded.data]
+    )
+
+
+def _wide(request: ExportRequest, source: FolderSource) -> Format:
+    """What packed tensors become."""
+    if isinstance(request.formats, str | Format):
+        return get_format(request.formats)
+    return source.wide
+
+
+def _layer(source: FolderSource, name: str, wide: Format) -> OutputTensor:
+    spec = source.file.spec(name)
+    fmt, reason = source.format_of(name)
+    if is_quantized(spec):
+        chosen = fmt if fmt is not None and fmt.is_cast else wide
+        return OutputTensor((name,), chosen, f"unpacked from {spec.format}", (_promise(name, spec.shape, chosen),))
+    if fmt is not None and not fmt.is_cast:
+        raise StoreError(
+            f"{source.file.path}: the plan has {fmt.name} for {name!r}, and a plain folder holds {', '.join(PLAIN)}"
+        )
+    return source.unpacked(name, fmt, reason)
+
+
+def _promise(name: str, shape: tuple[int, ...], fmt: Format) -> TensorSpec:
+    return TensorSpec.of(name, shape, None, fmt.storage)
+
+
+def _config(config: dict[str, Any], wide: Format) -> dict[str, Any]:
+    key = "torch_dtype" if "torch_dtype" in config and "dtype" not in config else "dtype"
+    return {**config, key: wide.name}

@@ -4,22 +4,33 @@ From a folder, names go through gguf-py's table, rows of q and k are put in llam
 one tensor, and config and tokenizer become metadata. From GGUF everything but the formats stays. Norms, biases and
 routers are float32, which is what llama.cpp computes them in. gpt-oss, whose experts are woven, biased and packed in
 ways of their own, is written by `files.gpt_oss`.
+
+A model is written in one file or in parts, as llama.cpp's gguf-split names and marks them.
+
+Parts get their names in reverse order, so that the first part, which engines open, appears when all others exist: its
+certificate has their hashes. Each says in `split.run` what was written into all of them, so that parts of two runs are
+not read as one model.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+import secrets
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
+from gguf.constants import GGMLQuantizationType, GGUFValueType
 from torch import Tensor
 
 from bitplan.base.errors import StoreError
-from bitplan.base.records import require_unchanged, stamps_of
-from bitplan.files.certificate import certificate_of, proof_of, written_plan
+from bitplan.base.records import check_output, require_unchanged, stamps_of
+from bitplan.files.certificate import certificate_of, part_seals, proof_of, sha256_of, written_plan
 from bitplan.files.engines.gguf_metadata import (
     ModelConfig,
     is_gpt_oss,
@@ -28,7 +39,7 @@ from bitplan.files.engines.gguf_metadata import (
     shorter_context,
     text,
 )
-from bitplan.files.engines.gguf_names import GGUFNames, fit_names, heads_of, is_plus_one, row_order
+from bitplan.files.engines.gguf_source import GGUFNames, fit_names, heads_of, is_plus_one, row_order
 from bitplan.files.engines.gguf_tokenizer import tokenizer_metadata
 from bitplan.files.engines.targets import (
     ExportReport,
@@ -40,9 +51,8 @@ from bitplan.files.engines.targets import (
     made_tensors,
     notes_on_inputs,
 )
-from bitplan.files.gguf import GGUFValue
-from bitplan.files.gguf_split import check_gguf_output, write_parts
-from bitplan.files.gguf_tensors import GGUFTensors, file_metadata, gguf_type
+from bitplan.files.gguf import GGUFValue, write_gguf
+from bitplan.files.gguf_tensors import GGUF, GGUFTensors, GGUFTensorWriter, file_metadata, gguf_type
 from bitplan.files.gpt_oss.convert import save_gpt_oss
 from bitplan.files.gpt_oss.layouts import GGUF_WIDE, LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import GptOssFile
@@ -50,13 +60,114 @@ from bitplan.files.headers import plan_for_file
 from bitplan.files.imatrix import ImatrixFile
 from bitplan.files.open_files import open_tensors
 from bitplan.files.round_with_evidence import OtherName, WeightEvidence, evidence_file, evidence_for, open_evidence
+from bitplan.files.tensor_bytes import PayloadWriter
 from bitplan.files.tensor_file import TensorFile, TensorSpec
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
 from bitplan.formats.elements import dtype_name
+from bitplan.formats.format import Format
 from bitplan.plan import Plan
 from bitplan.plan.structure.families import split_expert
+
+RUN = "bitplan-"
+
+
+class PartWriter:
+    """Takes every tensor, in any order, and puts it into its part."""
+
+    def __init__(self, paths: list[Path], writers: Mapping[str, GGUFTensorWriter]) -> None:
+        self.paths, self._writers = paths, writers
+
+    def write(self, name: str, item: Tensor | Encoded) -> None:
+        self._writers[name].write(name, item)
+
+
+def check_gguf_output(
+    output: Path, part_bytes: int | None, *, inputs: Iterable[Path], force: bool, tensors: Sequence[TensorSpec] = ()
+) -> None:
+    """Refuse an output that is not .gguf, is one of the inputs, or exists without `force`, and parts below 1 MiB."""
+    if output.is_dir():
+        raise StoreError(f"{output}: is a folder, and GGUF is a file; give a name such as {output / 'model.gguf'}")
+    if output.suffix != ".gguf":
+        raise StoreError(f"{output}: GGUF files end in .gguf, got {output.suffix!r}")
+    if part_bytes is not None and part_bytes < 2**20:
+        raise StoreError(f"{output}: parts of {part_bytes} bytes; at least {2**20} (1 MiB) make sense")
+    inputs = list(inputs)
+    for path in _paths(output, len(_grouped(tensors, part_bytes)), part_bytes):
+        check_output(path, inputs=inputs, force=force)
+
+
+def _paths(output: Path, count: int, part_bytes: int | None) -> list[Path]:
+    if part_bytes is None:
+        return [output]
+    return [output.with_name(f"{output.stem}-{part:05d}-of-{count:05d}.gguf") for part in range(1, count + 1)]
+
+
+def _grouped(tensors: Sequence[TensorSpec], part_bytes: int | None) -> list[list[TensorSpec]]:
+    """Consecutive tensors, at most `part_bytes` in a part; a larger tensor has a part of its own."""
+    if part_bytes is None:
+        return [list(tensors)]
+    groups: list[list[TensorSpec]] = [[]]
+    size = 0
+    for spec in tensors:
+        if groups[-1] and size + spec.nbytes > part_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(spec)
+        size += spec.nbytes
+    return groups
+
+
+@contextmanager
+def write_parts(
+    output: Path,
+    tensors: Sequence[TensorSpec],
+    metadata: Mapping[str, GGUFValue],
+    part_bytes: int | None,
+    certificate: Mapping[str, Any] | None = None,
+) -> Iterator[PartWriter]:
+    """One file, or parts of at most `part_bytes` bytes of tensors; the first part has metadata and certificate."""
+    groups = _grouped(tensors, part_bytes)
+    paths = _paths(output, len(groups), part_bytes)
+    seals = {} if certificate is None else dict(zip(paths[1:], part_seals(len(paths)), strict=True))
+    if certificate is not None:
+        others = {"files": {path.name: seal for path, seal in seals.items()}} if seals else {}
+        text = json.dumps({**certificate, **others}, separators=(",", ":"))
+        metadata = {**metadata, **GGUF().certificate_entry(text)}
+    writers: dict[str, GGUFTensorWriter] = {}
+    files: list[PayloadWriter] = []
+    run = f"{RUN}{secrets.token_hex(16)}"  # until the numbers are known
+    with ExitStack() as opened:
+        for number, (path, group) in enumerate(zip(paths, groups, strict=True)):
+            part_metadata = dict(metadata) if number == 0 else {}
+            if part_bytes is not None:
+                part_metadata |= {
+                    "split.no": GGUFValue(GGUFValueType.UINT16, number),
+                    "split.count": GGUFValue(GGUFValueType.UINT16, len(groups)),
+                    "split.tensors.count": GGUFValue(GGUFValueType.INT32, len(tensors)),
+                    "split.run": GGUFValue(GGUFValueType.STRING, run),
+                }
+            entries = [(item.name, GGMLQuantizationType[gguf_type(item, path)], item.shape) for item in group]
+            payloads = opened.enter_context(write_gguf(path, entries, part_metadata, checksums=True))
+            if number == 0:
+                opened.push(lambda kind, *_: kind is None and _fill_hashes(files[0], seals))
+            files.append(payloads)
+            writers |= {item.name: GGUFTensorWriter(payloads) for item in group}
+        yield PartWriter(paths, writers)
+        if part_bytes is not None:
+            checksums = [list((file.checksums or {}).items()) for file in files]
+            contents = hashlib.sha256(repr((sorted(metadata.items()), checksums)).encode()).hexdigest()
+            for file in files:
+                file.fill(run.encode(), f"{RUN}{contents[:32]}".encode())
+
+
+def _fill_hashes(first: PayloadWriter, seals: Mapping[Path, str]) -> bool:
+    """Put the hashes of the other parts, which have their names by now, into the first part's certificate."""
+    for path, seal in seals.items():
+        first.fill(seal.encode(), sha256_of(path).encode())
+    return False
+
 
 # ---- gpt-oss ---------------------------------------------------------------------------------------------------------
 

@@ -3,32 +3,252 @@
 The way back from `bitplan.files.engines.gguf`, by the same table of names: rows of q and k get transformers' order
 again, experts are taken apart, Gemma's norms are one less. Packed tensors stay packed where only rows move. The
 tokenizer is made from the file's metadata.
+
+Its names stand beside Hugging Face's in both directions (`gguf_origins`).
+
+gguf-py's table has the names. With a name goes what else differs: the order of rows of q and k, experts of a layer in
+one tensor, Gemma's norms. A plan or statistics under one naming fit a file under the other.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, TensorNameMap, get_tensor_name_map
 from torch import Tensor
 
-from bitplan.base.errors import StoreError
+from bitplan.base.errors import PlanError, StoreError
 from bitplan.base.optional import remote_code_allowed, require
 from bitplan.base.records import on_failure, write_json
-from bitplan.files.engines.gguf_config import config_of, is_known
-from bitplan.files.engines.gguf_metadata import ModelConfig
-from bitplan.files.engines.gguf_names import Origin, origins_in, row_order
+from bitplan.files.engines.gguf_metadata import ROTATIONS, ModelConfig, config_of, is_known
 from bitplan.files.engines.tokenizer_of_gguf import tokenizer_of_gguf
 from bitplan.files.gguf_tensors import GGUFTensors
-from bitplan.files.headers import is_gguf
+from bitplan.files.headers import is_gguf, plan_of_stored
+from bitplan.files.input_statistics import EvidenceFile
 from bitplan.files.open_files import open_tensors
+from bitplan.files.packed_folder import is_model_folder
+from bitplan.files.round_with_evidence import OtherName, WeightEvidence, evidence_for
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import Encoded
+from bitplan.plan import Plan
+from bitplan.plan.format_choices import Wanted
+from bitplan.plan.plan import Planned
+from bitplan.plan.structure.families import (
+    BLOCK_ATTENTION,
+    BLOCK_FEED,
+    BLOCK_NORMS,
+    GGUF_FAMILIES,
+    OUTSIDE_BLOCKS,
+    Family,
+    split_expert,
+    without_expert,
+)
+
+
+def name_table(architecture: str, layers: int) -> TensorNameMap:
+    """gguf-py's table of names for an architecture of llama.cpp's."""
+    kind = next(kind for kind, name in MODEL_ARCH_NAMES.items() if name == architecture)
+    return get_tensor_name_map(MODEL_ARCH(kind), layers)
+
+
+def gguf_name(table: TensorNameMap, name: str) -> str | None:
+    """GGUF's name of a Hugging Face tensor, one for all experts of a layer; None where the table has none."""
+    own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    own = own.replace("language_model.lm_head.", "lm_head.")
+    new: str | None = table.get_name(without_expert(own), try_suffixes=(".weight", ".bias"))
+    return new
+
+
+class GGUFNames:
+    """gguf-py's table for an architecture, with what it does not know."""
+
+    def __init__(self, config: ModelConfig, where: str) -> None:
+        self._table = name_table(config.family.architecture, config.layers)
+        self._config, self._where = config, where
+
+    def find(self, name: str) -> str | None:
+        """GGUF's name of a tensor, None where the architecture has none."""
+        return gguf_name(self._table, name)
+
+    def of(self, name: str) -> str:
+        new = self.find(name)
+        if new is None:
+            raise StoreError(
+                f"{self._where}: llama.cpp's {self._config.family.architecture} has no tensor for {name!r}; "
+                "the checkpoint holds more than the model that config.json names"
+            )
+        return new
+
+    def check_whole(self, found: set[str]) -> None:
+        """A model by half loads in no engine: say so here."""
+        wanted = {"token_embd.weight", "output_norm.weight"}
+        if self._config.get("tie_word_embeddings") is False:
+            wanted.add("output.weight")  # llama.cpp takes the embedding in its place
+        own = {name.split(".", 2)[2] for name in found if name.startswith("blk.")} | {"attn_norm.weight"}
+        wanted |= {f"blk.{layer}.{name}" for layer in range(self._config.layers) for name in own}
+        if missing := sorted(wanted - found):
+            raise StoreError(
+                f"{self._where}: no tensor becomes {missing[0]!r}; the checkpoint lacks a part of the model"
+            )
+
+
+def heads_of(family: Family, config: ModelConfig, new: str) -> int | None:
+    if not family.permutes:
+        return None
+    if ".attn_q." in new:
+        return config.heads
+    return config.kv_heads if ".attn_k." in new else None
+
+
+def is_plus_one(family: Family, new: str) -> bool:
+    return family.norms_plus_one and new.endswith("norm.weight")
+
+
+def row_order(rows: int, heads: int) -> Tensor:
+    """Where llama.cpp's rows of q and k lie in transformers': halves of a head, dealt out in turns."""
+    return torch.arange(rows).reshape(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a tensor lies in the GGUF file, and what is undone: rows in order again, an expert taken out, one less."""
+
+    name: str
+    heads: int | None = None
+    expert: int | None = None
+    minus_one: bool = False
+
+
+def origins_in(file: TensorFile, config: ModelConfig) -> Iterator[tuple[str, Origin]]:
+    """Hugging Face's names of a GGUF file's tensors, each with its place there; what has no name is refused."""
+    used = {ROTATIONS}  # which the config says
+    for name, origin in _places(_candidates(config), config, str(file.path)):
+        if origin.name in file.specs:
+            used.add(origin.name)
+            yield name, origin
+    if unknown := sorted(set(file.specs) - used):
+        raise StoreError(f"{file.path}: {unknown[0]!r} has no place in a {config.model_type} of transformers")
+
+
+def _places(names: Iterable[tuple[str, int | None]], config: ModelConfig, where: str) -> Iterator[tuple[str, Origin]]:
+    table, family = GGUFNames(config, where), config.family
+    for name, expert in names:
+        if (new := table.find(name)) is not None:
+            yield name, Origin(new, heads_of(family, config, new), expert, is_plus_one(family, new))
+
+
+def _candidates(config: ModelConfig) -> Iterator[tuple[str, int | None]]:
+    yield from ((f"{name}.weight", None) for name in OUTSIDE_BLOCKS)
+    experts = config.family.experts
+    for layer in range(config.layers):
+        block = f"model.layers.{layer}"
+        yield from ((f"{block}.{name}.{kind}", None) for name in BLOCK_ATTENTION for kind in ("weight", "bias"))
+        yield from ((f"{block}.{name}.weight", None) for name in BLOCK_NORMS)
+        if experts is None:
+            yield from ((f"{block}.{name}.{kind}", None) for name in BLOCK_FEED for kind in ("weight", "bias"))
+            continue
+        yield f"{block}.{experts.router}.weight", None
+        parts = (experts.gate, experts.up, experts.down)
+        for expert, part in itertools.product(range(config.number("num_local_experts", "num_experts")), parts):
+            yield f"{block}.{experts.experts}.{expert}.{part}.weight", expert
+
+
+# ---- one model under two namings -------------------------------------------------------------------------------------
+
+
+def gguf_origins(file: TensorFile) -> dict[str, Origin]:
+    """Hugging Face's names of a model's tensors, each with its place in GGUF; none for a family that is not known."""
+    if isinstance(file, GGUFTensors):
+        return dict(origins_in(file, ModelConfig(file.path, config_of(file.path, file)))) if is_known(file) else {}
+    if not is_model_folder(file.folder):
+        return {}
+    config = ModelConfig(file.folder)
+    if config.model_type not in GGUF_FAMILIES:
+        return {}
+    names = ((name, expert[1] if (expert := split_expert(name)) else None) for name in file.specs)
+    return dict(_places(names, config, str(file.path)))
+
+
+def fit_names(wanted: Wanted, file: TensorFile) -> Wanted:
+    """A plan under GGUF's names for a file under Hugging Face's, or the reverse, under the file's; all else as it is.
+
+    A tensor that stays has the file's own type. What has no other name keeps its own, and is refused as any other plan.
+    """
+    names = {*file.specs, *file.tied}
+    if not isinstance(wanted, Plan) or wanted.keys() == names or not (origins := gguf_origins(file)):
+        return wanted
+    if isinstance(file, GGUFTensors):
+        entries, used = _under_gguf_names(wanted, origins, str(file.path))
+    else:
+        entries, used = _under_own_names(wanted, origins, file)
+    if not used:
+        return wanted
+    stored = plan_of_stored(file)
+    entries |= {name: entry for name, entry in wanted.entries.items() if name not in used and name != ROTATIONS}
+    if ROTATIONS in names:
+        entries.setdefault(ROTATIONS, stored.entries[ROTATIONS])
+    fitted = {
+        name: replace(
+            stored.entries[name], choice=replace(stored[name], reason=entry.choice.reason, cause=entry.choice.cause)
+        )
+        if entry.stored is not None and name in stored
+        else entry
+        for name, entry in entries.items()
+    }
+    return Plan(fitted, padding=wanted.padding)
+
+
+def _under_own_names(
+    plan: Plan, origins: Mapping[str, Origin], file: TensorFile
+) -> tuple[dict[str, Planned], set[str]]:
+    """Entries under Hugging Face's names, and the names of the plan that they are of."""
+    entries, used = {}, set()
+    for name in (*file.specs, *file.tied):
+        origin = origins.get(file.tied.get(name, name))
+        if name in plan or origin is None or origin.name not in plan:
+            continue
+        entry = plan.entries[origin.name]
+        shape = entry.shape[1:] if entry.shape is not None and origin.expert is not None else entry.shape
+        entries[name] = replace(entry, shape=shape)
+        used.add(origin.name)
+    return entries, used
+
+
+def _under_gguf_names(plan: Plan, origins: Mapping[str, Origin], where: str) -> tuple[dict[str, Planned], set[str]]:
+    """Entries under GGUF's names, where the experts of a layer are one tensor, and the names that they are of."""
+    entries: dict[str, Planned] = {}
+    used: set[str] = set()
+    for new in dict.fromkeys(origin.name for origin in origins.values()):
+        own = [name for name, origin in origins.items() if origin.name == new]
+        if new in plan or any(name not in plan for name in own):
+            continue
+        formats = {plan[name].format for name in own}
+        if len(formats) > 1:
+            raise PlanError(
+                f"{where}: the {len(own)} experts of {new!r} are one tensor in GGUF and need one format, "
+                f"the plan gives {', '.join(sorted(formats))}"
+            )
+        entry = plan.entries[own[0]]
+        is_stack = entry.shape is not None and origins[own[0]].expert is not None
+        entries[new] = replace(entry, shape=(len(own), *entry.shape)) if is_stack and entry.shape else entry
+        used |= {*own}
+    head, table = "lm_head.weight", "model.embed_tokens.weight"
+    if used and head in plan and head not in origins and table in plan and plan[head].format == plan[table].format:
+        used.add(head)  # tied: GGUF has it once
+    return entries, used
+
+
+def evidence_of(statistics: EvidenceFile, file: TensorFile) -> WeightEvidence:
+    """Statistics for a file's tensors, under its own names or the other ones."""
+    others = {name: OtherName(each.name, each.expert, each.heads) for name, each in gguf_origins(file).items()}
+    return evidence_for(statistics, file, {} if isinstance(file, GGUFTensors) else others)
 
 
 class GGUFModel(TensorFile):

@@ -28,7 +28,8 @@ from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, open_folder
 from bitplan.files.engines.targets import ExportRequest, OutputTensor, experts_in_order
 from bitplan.files.tensor_file import TensorSpec
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
+from bitplan.formats.format import Format
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.structure.families import FAMILIES, split_expert

@@ -29,7 +29,8 @@ from bitplan.base.records import on_failure
 from bitplan.files.engines.folder import FolderExport, FolderSource, open_folder
 from bitplan.files.engines.targets import ExportRequest, OutputTensor
 from bitplan.files.tensor_file import TensorSpec
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
+from bitplan.formats.format import Format
 from bitplan.plan.format_choices import Substitutes
 from bitplan.plan.structure.families import split_expert
 

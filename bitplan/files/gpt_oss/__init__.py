@@ -3,7 +3,7 @@
 from bitplan.files.gpt_oss.convert import ConvertReport, convert_gpt_oss
 from bitplan.files.gpt_oss.layouts import PRESETS, GptOssShape, checkpoint_bytes, make_shape
 from bitplan.files.gpt_oss.source import GptOssFile
-from bitplan.files.gpt_oss.synthetic import make_checkpoint
+from bitplan.files.gpt_oss.convert import make_checkpoint
 
 __all__ = [
     "PRESETS",

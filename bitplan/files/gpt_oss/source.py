@@ -39,10 +39,11 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.safetensors import Checkpoint
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
-from bitplan.formats import Encoded, get_format, repack
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import torch_dtype
-from bitplan.plan import shipped_manifest
+from bitplan.formats.reencode import repack
 from bitplan.plan.check_manifest import require_clean
+from bitplan.plan.manifest import shipped_manifest
 from bitplan.plan.names import listed, natural_order
 
 # ---- the checks of headers -------------------------------------------------------------------------------------------

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from bitplan.base.errors import StoreError
-from bitplan.files.engines.gguf_config import ROTATIONS
-from bitplan.files.engines.gguf_names import gguf_name, is_plus_one, name_table
+from bitplan.files.engines.gguf_metadata import ROTATIONS
+from bitplan.files.engines.gguf_source import gguf_name, is_plus_one, name_table
 from bitplan.files.gguf_tensors import GGUFTensors
 from bitplan.files.gpt_oss.config import ARCHITECTURE
 from bitplan.files.gpt_oss.layouts import LayoutTensor, list_slots

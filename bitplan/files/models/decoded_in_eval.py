@@ -22,8 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.files.models.weight_store import WeightStore
-from bitplan.formats import Format
 from bitplan.formats.dispatch import decode
+from bitplan.formats.format import Format
 
 _SLOTS = "_bitplan_slots"
 

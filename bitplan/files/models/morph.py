@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from bitplan.base.errors import StoreError, did_you_mean
 from bitplan.files.models.decoded_in_eval import MorphedParameter, set_slots, slots_of
 from bitplan.files.models.weight_store import ActivationObserver, CalibrationGain, EncodeOptions, WeightStore
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.encoded import EncodedModule
-from bitplan.formats.format import NARROW_KERNEL
+from bitplan.formats.format import NARROW_KERNEL, Format
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
@@ -87,7 +87,7 @@ def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> tuple[P
 
 def morph_model(
     model: nn.Module,
-    formats: Wanted,
+    formats: Wanted | None,
     *,
     norms: bool = False,
     scale_rule: ScaleRule | None = None,
@@ -99,7 +99,7 @@ def morph_model(
     formats    one format for the weights of all known layers, or what `choose_formats` takes: a plan, a manifest, or a
                mapping of names or shell patterns, of parameters or of modules (then all in them), to a format or to
                None (leave it alone). The first pattern that matches wins; a pattern that matches nothing is an error. A
-               parameter that no pattern matches stays as it is; tied ones count as one.
+               parameter that no pattern matches stays as it is; tied ones count as one. None undoes everything
     norms      also the weights of normalization layers; biases only where a pattern ends in their own name
     observers  from `observe_model`: choose the scales of these parameters by their inputs, not by `scale_rule`
 
@@ -107,6 +107,9 @@ def morph_model(
     modules. Under torch.compile training is compiled and evaluation is not. If a weight cannot be encoded, the error
     names it and the model is as it was.
     """
+    if formats is None:
+        unmorph_model(model)
+        return MorphReport({})
     if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
     places, observers = places_of(model), observers or {}
@@ -175,7 +178,7 @@ def unmorph_model(model: nn.Module) -> None:
     """Undo `morph_model`: drop the versions and restore the classes. Parameters keep their numbers."""
     if not stores_of(model) and any(isinstance(module, EncodedModule) for module in model.modules()):
         raise StoreError(
-            f"unmorph_model: this {type(model).__name__} is packed, not morphed; "
+            f"morph_model(model, None): this {type(model).__name__} is packed, not morphed; "
             "bitplan.dequantize(model) makes it plain"
         )
     _attach(model, {})

@@ -38,9 +38,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from bitplan.base.errors import NonFiniteError, StoreError
 from bitplan.base.weight_changes import count_optimizer_steps, state_of
-from bitplan.formats import Encoded, Format, get_format
+from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode
-from bitplan.formats.format import NARROW_KERNEL
+from bitplan.formats.format import NARROW_KERNEL, Format
 from bitplan.formats.scale_rules import ScaleRule
 
 # ---- column importance -----------------------------------------------------------------------------------------------
@@ -542,7 +542,7 @@ class WeightStore:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise StoreError(
             f"{self.name}: a morphed weight is not pickled; save the model with bitplan, save its state_dict, "
-            "or unmorph_model it first"
+            "or undo it first: morph_model(model, None)"
         )
 
 

@@ -21,7 +21,7 @@ from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bitplan.formats import Format
+    from bitplan.formats.format import Format
 
 SUFFIX = ".qweight"
 BITS, PER_WORD = 4, 8

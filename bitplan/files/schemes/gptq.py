@@ -26,7 +26,8 @@ from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bitplan.formats import Encoded, Format
+    from bitplan.formats import Encoded
+    from bitplan.formats.format import Format
 
 SUFFIX = ".qweight"
 

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bitplan.files.schemes.tensors import QuantizedFolder, SchemeWeight
-from bitplan.formats import Format, list_formats
 from bitplan.formats.elements import IntegerElement
+from bitplan.formats.format import Format
+from bitplan.formats.registry import list_formats
 from bitplan.formats.scale_rules import ScaleStorage
 
 if TYPE_CHECKING:

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from bitplan.base.documents import show
 from bitplan.files.schemes.integers import IntegerGroups, keep_packed, pieces, unpack_words
 from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
+from bitplan.formats.format import Format
 from bitplan.plan.structure.families import FAMILIES
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from bitplan.plan.structure.model_view import TensorRecord
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bitplan.formats import Encoded, Format
+    from bitplan.formats import Encoded
+    from bitplan.formats.format import Format
 
 log = logging.getLogger("bitplan")
 CONFIG = "config.json"

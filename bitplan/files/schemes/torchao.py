@@ -28,7 +28,8 @@ from bitplan.files.schemes.tensors import FLOATS, QuantizedFolder, SchemeWeight,
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from bitplan.formats import Encoded, Format
+    from bitplan.formats import Encoded
+    from bitplan.formats.format import Format
 
 NAMES = "tensor_names"
 _ACTIVATIONS = ("act_quant_scale", "act_quant_zero_point", "act_per_tensor_scale")

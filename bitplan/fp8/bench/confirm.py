@@ -35,13 +35,12 @@ from bitplan.base.paired_timing import (
     stopwatch_of,
     time_in_turns,
 )
-from bitplan.fp8.decide import LayerDecision, PartPlan, all_in_fp8
+from bitplan.fp8.decide import Confirmed, LayerDecision, PartPlan, all_in_fp8
 from bitplan.fp8.find_linears import Sites
 from bitplan.fp8.layers.grouped_linear import cast_dropper
-from bitplan.fp8.policy.speedup_interval import speedup_interval
+from bitplan.fp8.policy.report import speedup_interval
 from bitplan.fp8.policy.vocabulary import LOSE, UNDECIDED, UNMEASURED, WIN, Fp8Error
 from bitplan.fp8.self_check import built_block, make_of
-from bitplan.fp8.summary import Confirmed
 from bitplan.plan.structure.describe import arguments_of
 from bitplan.plan.structure.untouched import Inputs, record_inputs
 

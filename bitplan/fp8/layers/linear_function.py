@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from bitplan.base.compiled_code import FUNCTIONS as FUNCTIONS  # code that was generated earlier has it from here
 from bitplan.base.compiled_code import define_operator
 from bitplan.fp8.casts import FP8_DTYPES, empty_scale, padded_tokens, scaling_of
 from bitplan.fp8.layer_settings import Fp8LayerError

@@ -2,9 +2,8 @@
 
 Which module does which step:
 
-    model_parts, layers    from a model's config to its linear layers
-    report                 what a layer benchmark measured
-    speedup_interval       whether FP8 is faster, by an interval, from raw times
+    layers                 from a model's config to its linear layers
+    report                 what a layer benchmark measured, and whether FP8 is faster, by an interval
     rules                  the policy: rules of measured token counts; read and written in both versions
     merge                  reports into a policy
     policy                 `should_use_fp8`: the answer for one layer and count of tokens, with its reason

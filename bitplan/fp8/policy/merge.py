@@ -14,17 +14,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import show
-from bitplan.fp8.policy.report import MAX_SAMPLES, OK, OOM, TIMINGS, Report, Row, describe_row
+from bitplan.fp8.policy.report import (
+    DEFAULT_CONFIDENCE,
+    MAX_SAMPLES,
+    OK,
+    OOM,
+    TIMINGS,
+    Report,
+    Row,
+    answer_of,
+    check_confidence,
+    describe_row,
+    speedup_interval,
+)
 from bitplan.fp8.policy.rules import LayerRule, Point, Policy
-from bitplan.fp8.policy.speedup_interval import DEFAULT_CONFIDENCE, answer_of, check_confidence, speedup_interval
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_THRESHOLD,
     GROUPED_KINDS,
     LOSE,
-    MODULE,
     SPEEDUP,
     UNDECIDED,
     UNMEASURED,
@@ -43,14 +54,18 @@ class Merged:
 
 
 def merge_reports(
-    reports: Sequence[Report],
+    given: Sequence[Report | str | Path],
     *,
     speedup_threshold: float = DEFAULT_THRESHOLD,
     confidence: float = DEFAULT_CONFIDENCE,
     timing: str | None = None,
     across_recipes: bool = False,
 ) -> Merged:
-    """Merge reports of one machine into a policy. `timing` ("eager" or "graph") uses only rows timed in this way."""
+    """Merge reports of one machine, or their files, into a policy.
+
+    `timing` ("eager" or "graph") uses only rows timed in this way.
+    """
+    reports = [report if isinstance(report, Report) else Report.load(report) for report in given]
     if not reports:
         raise MergeError("no reports to merge; give at least one")
     if not SPEEDUP.holds(speedup_threshold):
@@ -114,42 +129,6 @@ def _worse(one: Point | None, other: Point) -> Point:
         return without[0]
     timed = [point for point in (one, other) if point.speedup is not None]
     return min(timed, key=lambda point: (point.low or 0.0, point.high or 0.0))
-
-
-def to_thresholds(policy: Policy, *, part: str | None = None) -> Policy:
-    """Convert to a version 1 policy that never says FP8 where version 2 does not, up to the largest measured count.
-
-    A rule needs an unbroken run of wins up to the largest measured count, because version 1 has no upper end. Version 1
-    has no shapes either: all shapes under a key must win, and the largest `min_tokens` counts. It has no parts
-    (LoongForge keeps a file per component) and no recipes: a policy of several parts or recipes is refused.
-    """
-    parts = sorted({rule.part for rule in policy.rules})
-    if part is None and len(parts) > 1:
-        raise MergeError(
-            f"version 1 has no parts and the policy has {' and '.join(parts)}; choose one, a file for each"
-        )
-    rules = [rule for rule in policy.rules if rule.gemm == MODULE and part in (None, rule.part)]
-    recipes = sorted({rule.recipe for rule in rules})
-    if len(recipes) > 1:
-        raise MergeError(f"version 1 has no recipes and the policy has {' and '.join(recipes)}; merge one recipe only")
-    by_key: dict[tuple[Any, ...], list[LayerRule | None]] = {}
-    for rule in rules:
-        by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
-    chosen = []
-    for group in by_key.values():
-        known = [threshold for threshold in group if threshold is not None]
-        if len(known) == len(group):
-            chosen.append(max(known, key=lambda rule: (rule.min_tokens, -rule.measured_speedup)))
-    return Policy(chosen, None, policy.speedup_threshold)
-
-
-def _threshold(rule: LayerRule) -> LayerRule | None:
-    if rule.points[-1].answer != WIN:
-        return None
-    first = next(point for point in rule.points if point.tokens == rule.bands[-1][0])
-    assert first.speedup is not None  # a win has an interval
-    size = {"name": rule.name, "tp": rule.tp, "etp": rule.etp, "num_gemms": rule.num_gemms}
-    return LayerRule.from_tokens(rule.kind, first.tokens, round(first.speedup, 4), **size)
 
 
 # ---- checks of reports, and their rows -------------------------------------------------------------------------------

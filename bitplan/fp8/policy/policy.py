@@ -8,8 +8,7 @@ token count. If anything is missing, in the question or in the policy, the answe
 This is what the rules say of a whole module, or of one product by itself. `choice.choose_products` uses it to decide
 what a layer becomes: all three products in FP8, some of them, or none, with estimates where nothing was measured.
 
-    policy = load_policy("fp8_policy.json")
-    decision = should_use_fp8(policy, "row", 4096, name="fc2", tp=1)
+    decision = should_use_fp8("fp8_policy.json", "row", 4096, name="fc2", tp=1)
     decision.use_fp8, decision.answer, decision.reason
 """
 
@@ -17,10 +16,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import show
-from bitplan.fp8.policy.rules import LayerRule, Point, Policy
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy, load_policy
 from bitplan.fp8.policy.vocabulary import (
     COUNT,
     DENSE_KINDS,
@@ -123,9 +123,9 @@ class Question:
         return f"{self.looked_up_kind}, {self.name or show(self.shape)}, tp {self.tp}"
 
 
-def should_use_fp8(policy: Policy, kind: str, num_tokens: int | None, **more: Any) -> Fp8Decision:
-    """FP8 or BF16 for one layer, with the reason; `more` are the other fields of `Question`."""
-    return decide(policy, Question(kind, num_tokens, **more))
+def should_use_fp8(policy: Policy | str | Path, kind: str, num_tokens: int | None, **more: Any) -> Fp8Decision:
+    """FP8 or BF16 for one layer by a policy or its file, with the reason; `more` are other fields of `Question`."""
+    return decide(policy if isinstance(policy, Policy) else load_policy(policy), Question(kind, num_tokens, **more))
 
 
 def decide(policy: Policy, question: Question) -> Fp8Decision:

@@ -53,8 +53,7 @@ from bitplan.base.documents import (
     show,
 )
 from bitplan.base.records import atomic_file
-from bitplan.fp8.policy.report import Fingerprint, check_size_keys, read_fingerprint
-from bitplan.fp8.policy.speedup_interval import answer_of
+from bitplan.fp8.policy.report import Fingerprint, answer_of, check_size_keys, read_fingerprint
 from bitplan.fp8.policy.vocabulary import (
     ANSWERS,
     COUNT,
@@ -67,6 +66,7 @@ from bitplan.fp8.policy.vocabulary import (
     SPEEDUP,
     WIN,
     FingerprintError,
+    MergeError,
     PolicyError,
     PolicyVersionError,
     check_kind,
@@ -231,6 +231,34 @@ class Policy:
             )
         return [f"{name}: measured with {theirs!r}, now {mine!r}" for name, (theirs, mine) in differences.items()]
 
+    def to_thresholds(self, *, part: str | None = None) -> Policy:
+        """Convert to a version 1 policy that never says FP8 where version 2 does not, up to the largest measured count.
+
+        A rule needs an unbroken run of wins up to the largest measured count, because version 1 has no upper end. It
+        has no shapes either: all shapes under a key must win, and the largest `min_tokens` counts. It has no parts
+        (LoongForge keeps a file per component) and no recipes: a policy of several parts or recipes is refused.
+        """
+        parts = sorted({rule.part for rule in self.rules})
+        if part is None and len(parts) > 1:
+            raise MergeError(
+                f"version 1 has no parts and the policy has {' and '.join(parts)}; choose one, a file for each"
+            )
+        rules = [rule for rule in self.rules if rule.gemm == MODULE and part in (None, rule.part)]
+        recipes = sorted({rule.recipe for rule in rules})
+        if len(recipes) > 1:
+            raise MergeError(
+                f"version 1 has no recipes and the policy has {' and '.join(recipes)}; merge one recipe only"
+            )
+        by_key: dict[tuple[Any, ...], list[LayerRule | None]] = {}
+        for rule in rules:
+            by_key.setdefault((rule.kind, rule.name, rule.tp, rule.etp, rule.num_gemms), []).append(_threshold(rule))
+        chosen = []
+        for group in by_key.values():
+            known = [threshold for threshold in group if threshold is not None]
+            if len(known) == len(group):
+                chosen.append(max(known, key=lambda rule: (rule.min_tokens, -rule.measured_speedup)))
+        return Policy(chosen, None, self.speedup_threshold)
+
     def to_document(self) -> dict[str, Any]:
         if self.fingerprint is not None:
             return {
@@ -260,6 +288,15 @@ class Policy:
         """Write the document, whole or not at all."""
         with atomic_file(path) as file:
             file.write(self.to_json().encode())
+
+
+def _threshold(rule: LayerRule) -> LayerRule | None:
+    if rule.points[-1].answer != WIN:
+        return None
+    first = next(point for point in rule.points if point.tokens == rule.bands[-1][0])
+    assert first.speedup is not None  # a win has an interval
+    size = {"name": rule.name, "tp": rule.tp, "etp": rule.etp, "num_gemms": rule.num_gemms}
+    return LayerRule.from_tokens(rule.kind, first.tokens, round(first.speedup, 4), **size)
 
 
 def load_policy(path: str | Path) -> Policy:

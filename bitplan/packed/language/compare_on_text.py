@@ -20,9 +20,10 @@ from bitplan.base.errors import MeasureError
 from bitplan.base.hardware import free_memory
 from bitplan.files.headers import is_gguf
 from bitplan.files.models.morph import formats_of, morph_model
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.elements import dtype_name
+from bitplan.formats.format import Format
 from bitplan.formats.input_formats import AS_LLAMA_CPP, input_format, llama_cpp_input
 from bitplan.formats.scale_rules import ScaleRule
 from bitplan.packed.language.causal_lm import CausalLM, late_logits_of, load_causal_lm
@@ -37,9 +38,10 @@ from bitplan.packed.language.perplexity import (
 )
 from bitplan.packed.layer_replacement import are_columns, packed_shape, with_output_rows
 from bitplan.packed.rounded_kv import round_kv
-from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats, shipped_manifest
+from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.kv_formats import KVFormats
+from bitplan.plan.manifest import shipped_manifest
 from bitplan.plan.names import listed
 from bitplan.plan.structure.families import GGUF_MANIFESTS
 from bitplan.plan.structure.parameters import ParameterPlace, places_of

@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.nn import functional
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Encoded, Format
+from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
+from bitplan.formats.format import Format
 
 Piece = tuple[slice, Tensor]
 

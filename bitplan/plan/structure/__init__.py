@@ -6,9 +6,8 @@ Which module does which step:
     parameters      the Parameters of a module under every name, and how a user may name them
     families        the one table of names, for files without code
     describe        from a module to its view; `bitplan.describe` takes paths, too (store.describe_files)
-    example_inputs  what a forward is called with, where the user gives nothing
-    recorder        one run: every torch function with what goes in and out; `untouched` keeps the model as it was and
-                    says what others put on it
+    recorder        one run: every torch function with what goes in and out; `untouched` keeps the model as it was,
+                    says what others put on it, and makes inputs where the user gives none
     graph           walks through a recording
     recognise       the parts: products, norms, then MLPs, attention, residuals, and blocks that repeat; `activations`
                     names functions

@@ -38,8 +38,8 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
     Hooks are not run; modules that have them are in `changed`. Parameters that the run did not read are "unused", and
     "unknown" where a part of the model could not be followed. Raises `PlanError` where no example fits.
     """
-    from bitplan.plan.structure.example_inputs import examples_for
     from bitplan.plan.structure.recorder import NumbersNeededError
+    from bitplan.plan.structure.untouched import examples_for
 
     if example is not None:
         return _view(model, _run(model, *arguments_of(example)))

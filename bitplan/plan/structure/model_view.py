@@ -27,8 +27,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES, dtype_name, torch_dtype
+from bitplan.formats.format import Format
 from bitplan.plan.names import number_ranges
 
 if TYPE_CHECKING:

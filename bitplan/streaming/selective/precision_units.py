@@ -19,8 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import FormatError
-from bitplan.formats import Format, get_format
+from bitplan.formats import get_format
 from bitplan.formats.codec import check_whole_blocks
+from bitplan.formats.format import Format
 from bitplan.plan.structure.describe import product_of
 from bitplan.streaming.block_layout import lay_out
 from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter

@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 
 from bitplan.cli import run
-from bitplan.files.drift import read_drift
+from bitplan.files.drift import DriftLog
 from bitplan.formats.codec import encode
 
 PREFIX = "model.layers.0"
@@ -80,11 +80,11 @@ def test_drift_table_json_and_log(llama, capsys):
     errors = [layer["relative_error"] for layer in layers]
     assert errors == sorted(errors, reverse=True)
     assert all(0.05 < error < 0.2 for error in errors)
-    lines = read_drift("drift.jsonl")
+    lines = DriftLog.read("drift.jsonl")
     assert [line | {"step": 0} for line in lines] == layers
     assert {line["step"] for line in lines} == {3}
     assert run(["compare", "--scales", path, "packed.safetensors", "--jsonl", "drift.jsonl"]) == 0
-    assert len(read_drift("drift.jsonl")) == 14
+    assert len(DriftLog.read("drift.jsonl")) == 14
 
 
 def test_the_worst_layer_comes_first(tmp_path, monkeypatch, capsys):

@@ -24,7 +24,7 @@ from bitplan.files.models.morph import morph_model
 from bitplan.files.models.save_load import write_model
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file
-from bitplan.plan import shipped_manifest
+from bitplan.plan.manifest import shipped_manifest
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 MERGES = [("Ġ", letter) for letter in LETTERS] + [(letter, "e") for letter in LETTERS]  # Ġ: a space, in GPT-2's bytes

@@ -15,10 +15,10 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from bitplan.base.errors import BitplanError, StoreError
 from bitplan.cli import run
+from bitplan.files.engines.gguf import write_parts
 from bitplan.files.engines.gguf_metadata import ModelConfig, model_metadata
 from bitplan.files.engines.targets import ExportRequest, export_model, prepare_export
 from bitplan.files.gguf import GGUFValue
-from bitplan.files.gguf_split import write_parts
 from bitplan.files.headers import plan_for_file
 from bitplan.files.open_files import open_tensors
 from bitplan.files.quantize_files import quantize_file

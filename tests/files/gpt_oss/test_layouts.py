@@ -23,7 +23,8 @@ from bitplan.files.gpt_oss.config import (
     read_metadata,
 )
 from bitplan.files.gpt_oss.layouts import LAYOUTS, list_slots
-from bitplan.plan import check_headers, shipped_manifest
+from bitplan.plan import check_headers
+from bitplan.plan.manifest import shipped_manifest
 
 SHAPE = PRESETS["20b"]
 

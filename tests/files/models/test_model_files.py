@@ -167,18 +167,11 @@ def test_models_of_other_float_types_load_and_save_to_the_same_bytes(dtype, fmt,
     assert torch.equal(loaded.eval()(x), model.eval()(x))
 
 
-def test_the_one_way_to_load_and_to_save_does_what_the_old_names_do(tmp_path):
+def test_load_packed_fills_masters_of_a_model_of_ones_own(tmp_path):
     model = nn.Linear(64, 64)
     morph_model(model, "int8_row")
     bitplan.save_packed(model, tmp_path / "new.safetensors")
-    with pytest.warns(FutureWarning, match=r"bitplan.save_model is bitplan.save_packed\(model, path\) now"):
-        bitplan.save_model(model, tmp_path / "old.safetensors")
-    assert (tmp_path / "new.safetensors").read_bytes() == (tmp_path / "old.safetensors").read_bytes()
     loaded, report = bitplan.load_packed(tmp_path / "new.safetensors", model=nn.Linear(64, 64), masters=True)
-    with pytest.warns(FutureWarning, match=r"bitplan.store.load_model is bitplan.load_packed\(path, model=model, mast"):
-        from bitplan.store import load_model as old
-    before = old(tmp_path / "old.safetensors", nn.Linear(64, 64))
-    assert torch.equal(loaded.weight, before.weight)
     assert loaded.weight.requires_grad
     x = torch.randn(3, 64)
     assert torch.equal(loaded.eval()(x), model.eval()(x))

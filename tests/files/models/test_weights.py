@@ -649,7 +649,7 @@ def test_a_deep_copy_does_not_bring_stale_versions() -> None:
 
 
 def test_stores_are_not_pickled() -> None:
-    with pytest.raises(StoreError, match="unmorph_model it first"):
+    with pytest.raises(StoreError, match="undo it first"):
         pickle.dumps(WeightStore(sample(4, 32)))
 
 

@@ -12,8 +12,7 @@ import torch
 from bitplan.base.errors import MissingLibraryError
 from bitplan.fp8.bench.confirm_policy import count_blocks, plan_small_model
 from bitplan.fp8.find_linears import find_sites
-from bitplan.fp8.policy.layers import Parallel, local_layers
-from bitplan.fp8.policy.model_parts import model_parts
+from bitplan.fp8.policy.layers import Parallel, local_layers, model_parts
 from bitplan.fp8.policy.vocabulary import ModelConfigError
 from tests.fp8.test_find_linears import DEEPSEEK, MOE, SMALL
 

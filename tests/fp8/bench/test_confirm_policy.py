@@ -13,7 +13,6 @@ from bitplan.fp8.bench import confirm_policy as fp8_confirm_policy
 from bitplan.fp8.bench.confirm_policy import SmallModel, confirm_policy, plan_small_model, require_device
 from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8UnavailableError
-from bitplan.fp8.policy.merge import to_thresholds
 from bitplan.fp8.policy.rules import Policy
 from bitplan.fp8.policy.vocabulary import FingerprintError, Fp8Error
 from tests.fp8.bench.test_confirm_model import FAMILIES, LLAMA, save
@@ -95,7 +94,7 @@ def test_a_block_that_cannot_be_fp8_is_said_too(tmp_path):
 
 
 def test_version_1_with_a_recipe_and_a_size(small, tmp_path, monkeypatch):
-    policy = to_thresholds(policy_of(**ALL))
+    policy = policy_of(**ALL).to_thresholds()
     clock = SetClock(8.0).watch(monkeypatch)
     (result,) = confirm_policy(policy, small, [128], CPU, Fp8Options(stopwatch=clock), recipe="tensorwise")
     assert {row.recipe for row in result.applied.rows} == {"tensorwise"}
@@ -170,7 +169,7 @@ def test_the_device(monkeypatch):
     with pytest.raises(FingerprintError, match="measured on 'NVIDIA H200', this is 'NVIDIA B200'"):
         require_device("cuda", policy, "mxfp8")
     assert asked == [(torch.device("cuda", 0), ("mxfp8",))]
-    assert require_device("cuda", to_thresholds(policy)) == torch.device("cuda", 0)  # version 1 does not say
+    assert require_device("cuda", policy.to_thresholds()) == torch.device("cuda", 0)  # version 1 does not say
 
 
 @pytest.mark.filterwarnings("default")  # an arm whose compiler only warns would count as one that cannot run

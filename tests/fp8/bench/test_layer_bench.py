@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from bitplan.base.paired_timing import CpuStopwatch
-from bitplan.fp8.bench.bench_options import BenchOptions
-from bitplan.fp8.bench.layer_bench import BenchPlan, count_failures, run_bench
+from bitplan.fp8.bench.layer_bench import BenchOptions, BenchPlan, count_failures, run_bench
 from bitplan.fp8.bench.report_log import ReportLog
 from bitplan.fp8.layer_settings import Fp8Recipe
 from bitplan.fp8.policy.choice import choose_products

@@ -8,7 +8,7 @@ from torch import nn
 
 from bitplan.base.paired_timing import stopwatch_of, time_in_turns
 from bitplan.fp8.bench.layer_bench import BenchPlan, ParallelGroups, Way
-from bitplan.fp8.bench.modules import ModuleBuilder, step_of
+from bitplan.fp8.bench.session import ModuleBuilder, step_of
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.layers import weight_casts
 from bitplan.fp8.layers.grouped_linear import GroupedLinear
@@ -41,7 +41,7 @@ def test_modules_and_their_gradients(kind, plain, fp8, monkeypatch):
     builder = ModuleBuilder(RECIPE, CPU, ParallelGroups())
     made = []
     monkeypatch.setattr(
-        "bitplan.fp8.bench.modules.step_of", lambda module, *x: made.append((module, x)) or step_of(module, *x)
+        "bitplan.fp8.bench.session.step_of", lambda module, *x: made.append((module, x)) or step_of(module, *x)
     )
     way = Way(Case(layer(kind), 40), "eager", "zipf" if kind.endswith("grouped") else None)
     for gemms in (BF16, FP8):

@@ -30,7 +30,7 @@ PROGRAM = """
 import os, pathlib, torch
 os.chdir(pathlib.Path(__file__).parent)
 torch.set_num_threads(1)
-from bitplan.fp8.bench.bench_options import BenchOptions
+from bitplan.fp8.bench.layer_bench import BenchOptions
 from bitplan.fp8.bench.session import plan_session, run_session
 
 options = BenchOptions("config.json", tp_size=2, ep_size=2, etp_size=1, warmup=1, iters=4, shape_sweep=((16, 1),),

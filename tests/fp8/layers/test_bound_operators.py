@@ -12,6 +12,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from bitplan.base.compiled_code import FUNCTIONS
 from bitplan.base.loops import launch as launches
 from bitplan.fp8.kernels import guessed_cast
 from bitplan.fp8.kernels.activation import width_of
@@ -77,7 +78,7 @@ class Layer:
 
 
 def bound(name: str, *given: Any) -> tuple[Any, ...]:
-    return linear_function.FUNCTIONS[name](*given)
+    return FUNCTIONS[name](*given)
 
 
 def general(name: str, *given: Any) -> tuple[Any, ...]:

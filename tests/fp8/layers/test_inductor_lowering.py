@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bitplan.base.compiled_code import FUNCTIONS
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.layers import joined_mlp, linear_function
 from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
@@ -82,7 +83,7 @@ def test_every_operator_has_a_function_and_is_bound() -> None:
     pytest.importorskip("triton")
     from bitplan.fp8.layers.bound_operators import BINDERS
 
-    assert {name for name in linear_function.FUNCTIONS if name.startswith("fp8_")} == set(BINDERS)
+    assert {name for name in FUNCTIONS if name.startswith("fp8_")} == set(BINDERS)
 
 
 def test_operators_keep_torchs_rules() -> None:

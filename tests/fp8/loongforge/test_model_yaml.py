@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.fp8.bench.bench_options import AUTO_SWEEP, BenchOptions, BenchOptionsError, parse_sweep
-from bitplan.fp8.loongforge.model_yaml import Fp8Keys, read_yaml_model
-from bitplan.fp8.policy.layers import Parallel, local_layers
-from bitplan.fp8.policy.model_parts import model_parts
+from bitplan.fp8.bench.layer_bench import AUTO_SWEEP, BenchOptions, BenchOptionsError, parse_sweep
+from bitplan.fp8.loongforge import Fp8Keys, read_yaml_model
+from bitplan.fp8.policy.layers import Parallel, local_layers, model_parts
 from bitplan.fp8.policy.vocabulary import ModelConfigError
 from tests.fp8.policy.test_layers import DEEPSEEK_V3, QWEN3_VL_235B, QWEN25_72B
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from bitplan.cli import run
-from bitplan.fp8.loongforge.times_report import load_list_report, thresholds_of
+from bitplan.fp8.loongforge import load_list_report, thresholds_of
 from bitplan.fp8.policy.rules import load_policy
 from bitplan.fp8.policy.vocabulary import BenchReportError
 

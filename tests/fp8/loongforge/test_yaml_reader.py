@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from bitplan.fp8.loongforge.model_yaml import MAX_DEPTH, MAX_NODES, MAX_YAML_CHARACTERS, load_yaml
+from bitplan.fp8.loongforge import MAX_DEPTH, MAX_NODES, MAX_YAML_CHARACTERS, load_yaml
 from bitplan.fp8.policy.vocabulary import ModelConfigError
 from tests.limits import assert_quick
 

@@ -6,8 +6,8 @@ import random
 
 from hypothesis import strategies as st
 
+from bitplan.fp8.policy.report import answer_of
 from bitplan.fp8.policy.rules import LayerRule, Point, Policy
-from bitplan.fp8.policy.speedup_interval import answer_of
 from tests.fp8.policy.fp8_samples import H200
 
 COUNTS = (16, 32, 64, 128, 256)

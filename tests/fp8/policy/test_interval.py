@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.fp8.policy.speedup_interval import answer_of, rank_test_cut, sign_test_cut, speedup_interval
+from bitplan.fp8.policy.report import answer_of, rank_test_cut, sign_test_cut, speedup_interval
 from bitplan.fp8.policy.vocabulary import Fp8Error
 
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, local_layers
-from bitplan.fp8.policy.model_parts import load_model_parts, model_parts
+from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, load_model_parts, local_layers, model_parts
 from bitplan.fp8.policy.policy import should_use_fp8
 from bitplan.fp8.policy.report import Row
 from bitplan.fp8.policy.vocabulary import ModelConfigError

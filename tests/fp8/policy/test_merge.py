@@ -10,11 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bitplan.fp8.policy.merge import extend_policy, merge_reports, summary, to_thresholds
+from bitplan.fp8.policy.merge import extend_policy, merge_reports, summary
 from bitplan.fp8.policy.policy import should_use_fp8
-from bitplan.fp8.policy.report import Row
+from bitplan.fp8.policy.report import Row, speedup_interval
 from bitplan.fp8.policy.rules import read_policy
-from bitplan.fp8.policy.speedup_interval import speedup_interval
 from bitplan.fp8.policy.vocabulary import FingerprintError, Fp8Error, MergeError
 from tests.fp8.policy.fp8_samples import H200, experts, pair, report, series
 
@@ -48,7 +47,7 @@ def test_a_noisy_win_among_losses_gives_a_band_and_no_threshold():
     """facts, 2: "One noisy win at 1024 tokens followed by losses gives min_tokens 1024"."""
     result = merged(report(series({512: 0.8, 1024: 1.1, 2048: 0.9, 4096: 0.9, 8192: 1.3})))
     assert result.policy.rules[0].bands == ((1024, 1024), (8192, 8192))
-    (rule,) = to_thresholds(result.policy).rules
+    (rule,) = result.policy.to_thresholds().rules
     assert (rule.min_tokens, rule.measured_speedup) == (8192, pytest.approx(1.3, abs=0.02))
 
 
@@ -132,7 +131,7 @@ def test_reports_of_several_sizes_make_one_policy():
     result = merged(*reports)
     uses = [should_use_fp8(result.policy, "row", 4096, name="fc2", tp=tp).answer for tp in (1, 2, 4, 8)]
     assert uses == ["win", "win", "lose", "unmeasured"]
-    thresholds = to_thresholds(result.policy)
+    thresholds = result.policy.to_thresholds()
     assert [rule.tp for rule in thresholds.rules] == [1, 2]
     assert json.loads(thresholds.to_json())["rules"]["row"]["fc2"][0]["min_tokens"] == 4096
 
@@ -144,19 +143,19 @@ def test_parts_are_kept_apart():
     )
     assert [(rule.part, rule.points[0].answer) for rule in result.policy.rules] == [("llm", "win"), ("vit", "lose")]
     with pytest.raises(MergeError, match="version 1 has no parts and the policy has llm and vit"):
-        to_thresholds(result.policy)
-    assert len(to_thresholds(result.policy, part="llm").rules) == 1
-    assert to_thresholds(result.policy, part="vit").rules == ()
+        result.policy.to_thresholds()
+    assert len(result.policy.to_thresholds(part="llm").rules) == 1
+    assert result.policy.to_thresholds(part="vit").rules == ()
 
 
 def test_version_1_takes_the_most_careful_of_several_shapes():
     shapes = series({1024: 1.3, 4096: 1.3}) + series(
         {1024: 0.8, 4096: 1.2}, kind="row", name="fc2", shape=(7168, 2048), tp=1
     )
-    (rule,) = to_thresholds(merged(report(shapes)).policy).rules
+    (rule,) = merged(report(shapes)).policy.to_thresholds().rules
     assert rule.min_tokens == 4096
     lost = series({1024: 1.3}) + series({1024: 0.8}, kind="row", name="fc2", shape=(7168, 2048), tp=1)
-    assert to_thresholds(merged(report(lost)).policy).rules == ()
+    assert merged(report(lost)).policy.to_thresholds().rules == ()
 
 
 def test_other_machines_and_versions_are_refused_naming_both():
@@ -176,7 +175,7 @@ def test_recipes_merge_only_when_asked():
     assert [rule.recipe for rule in result.policy.rules] == ["tensorwise", "blockwise"]
     assert should_use_fp8(result.policy, "row", 4096, name="fc2").recipe == "tensorwise"
     with pytest.raises(MergeError, match="version 1 has no recipes and the policy has blockwise and tensorwise"):
-        to_thresholds(result.policy)
+        result.policy.to_thresholds()
 
 
 def test_what_two_reports_measured_is_pooled_and_the_rest_stays():
@@ -236,7 +235,7 @@ def test_products_make_rules_of_their_own():
     assert [(rule.gemm, rule.points[0].answer) for rule in result.policy.rules] == [
         ("module", "win"), ("fprop", "win"), ("wgrad", "lose"),
     ]  # fmt: skip
-    assert len(to_thresholds(result.policy).rules) == 1
+    assert len(result.policy.to_thresholds().rules) == 1
 
 
 def test_summary_counts_answers():
@@ -300,7 +299,7 @@ def test_same_evidence_same_bytes_in_any_order(drawn, draw, pieces):
     assert split.policy.to_json() == whole.policy.to_json()
     assert split.findings == whole.findings
     assert read_policy(json.loads(whole.policy.to_json())).to_json() == whole.policy.to_json()
-    assert to_thresholds(whole.policy).to_json() == to_thresholds(split.policy).to_json()
+    assert whole.policy.to_thresholds().to_json() == split.policy.to_thresholds().to_json()
 
 
 @settings(max_examples=25, deadline=None)
@@ -336,7 +335,7 @@ def rows_key(rule):
 @given(ROWS)
 def test_version_1_is_never_bolder_than_version_2(drawn):
     policy = merged(report(rows_of(drawn))).policy
-    thresholds = to_thresholds(policy)
+    thresholds = policy.to_thresholds()
     largest = max(point.tokens for rule in policy.rules for point in rule.points)
     for rule in policy.rules:
         last = rule.points[-1].tokens

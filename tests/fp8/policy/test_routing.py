@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bitplan.fp8.bench.modules import route_tokens
+from bitplan.fp8.bench.session import route_tokens
 from bitplan.fp8.policy.vocabulary import Fp8Error
 
 

@@ -18,8 +18,9 @@ import dask.array
 from distributed import Client, LocalCluster
 from sklearn.base import clone
 
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, ProcessLostError, TreesError
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError
 from bitplan.trees.dask import DaskBoostedTreesClassifier, DaskBoostedTreesRegressor
+from bitplan.trees.distributed.shards import ProcessLostError
 from tests.trees.samples import table
 
 SETTINGS = {"n_estimators": 3, "max_leaves": 8, "subsample": 0.7, "gradient_precision": "i16"}

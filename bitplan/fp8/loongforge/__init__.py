@@ -1,1 +1,0 @@
-"""LoongForge's files: a model's YAML, and the reports of its layer benchmark."""
