@@ -1,14 +1,15 @@
 """Whole fits of boosted trees, table in and model out, beside LightGBM, XGBoost and scikit-learn on the same machine.
 
     python benchmarks/trees_threads.py --tables 1M28,1M40 --threads 2,16 --trees 100 --seconds 40 --total 450
-    python benchmarks/trees_threads.py --tables 2k10 --threads 1 --append --output result.json   # adds to a result
+    python benchmarks/trees_threads.py --tables "2k10@1+2*100+500,classes@16" --append --output result.json
     python benchmarks/trees_threads.py --profile --tables 1M28 --threads 1,16    # where the time of our own fits goes
 
 Contenders are processes of their own and fit in turns, `--repeats` times; a row has the median, all times, the share
 that was binning, and the loss on 100,000 other rows (for 2k10: 20,000). Compiling is not timed, reading the frame is:
 the table is a pandas frame as read from a file of columns (an array where pandas is not installed). `--seconds` limits
 one fit: a contender that takes longer is stopped, its row says `cut`, and one that took more than a third is not
-repeated. `--total` limits the run: what has not begun by then is left out, and the result says so.
+repeated. `--total` limits the run: what has not begun by then is left out, and the result says so. `--append` keeps
+the cells that the file has, but for those that are measured anew; each row has the commit that it was measured on.
 
 LightGBM fits at its defaults, where it tries rows and columns and keeps the faster, and by rows and by columns; float
 and quantized. XGBoost grows the best leaf first, as the others do (`hist`); the wheel `xgboost-cpu` is small, and
@@ -400,20 +401,31 @@ def run_all(
     ):
         turns = Turns(contenders, given.repeats, given.seconds, until, ends)
         for named in given.tables.split(","):
-            name, _, counts = named.partition("@")
+            cell, _, of_trees = named.partition("*")
+            name, _, counts = cell.partition("@")
             if time.monotonic() < until:
                 x, y = made_table(TABLES[name])
                 np.save(Path(folder) / "x.npy", x)
                 np.save(Path(folder) / "y.npy", y)
                 del x, y
-            for trees in map(int, given.trees.split(",")):
-                for threads in map(int, counts.split("+") if counts else given.threads.split(",")):
+            for trees in _numbers(of_trees or given.trees):
+                for threads in _numbers(counts or given.threads):
                     if threads > cores:
                         continue
                     rows = turns.fit(name, folder, trees, threads)
+                    if any("seconds" in row for row in rows):
+                        result[:] = [row for row in result if _cell_of(row) != _cell_of(rows[0])]
                     result += rows
                     print("\n".join(map(line_of, rows)), flush=True)
                     save(result)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.replace("+", ",").split(",")]
+
+
+def _cell_of(row: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(row[name] for name in CELL)
 
 
 def line_of(row: dict[str, Any]) -> str:
@@ -435,7 +447,7 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     cells: dict[tuple[Any, ...], dict[str, float]] = {}
     for row in rows:
         if "seconds" in row:
-            cells.setdefault(tuple(row[name] for name in CELL), {})[row["contender"]] = row["seconds"]
+            cells.setdefault(_cell_of(row), {})[row["contender"]] = row["seconds"]
     result = []
     for cell, times in cells.items():
         others = {name: seconds for name, seconds in times.items() if name not in OURS}
@@ -513,7 +525,7 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}; 2k10@1+2: by so many threads"
+        "--tables", default=",".join(TABLES), help=f"of {', '.join(TABLES)}; 2k10@1+2*100+500: so many threads, trees"
     )
     parser.add_argument("--threads", default="1,2,8,16")
     parser.add_argument("--trees", default="100")
@@ -531,14 +543,17 @@ def main() -> None:
         return
     import harness  # beside this file
 
-    kind = "profile" if given.profile else "runs"
+    kind, commit = "profile" if given.profile else "runs", harness.commit()
     rows: list[dict[str, Any]] = []
     if given.append and given.output and given.output.exists():
-        rows = json.loads(given.output.read_text())[kind]
+        before = json.loads(given.output.read_text())
+        rows = [{"commit": before["commit"], **row} for row in before[kind]]
 
     def save(rows: list[dict[str, Any]]) -> Path:
+        for row in rows:
+            row.setdefault("commit", commit)
         document: dict[str, Any] = {"benchmark": "trees_threads", "machine": harness.machine("cpu")}
-        document |= {"versions": harness.versions(), "commit": harness.commit(), kind: rows}
+        document |= {"versions": harness.versions(), "commit": commit, kind: rows}
         if not given.profile:
             document |= {"ratios": ratios(rows)}
         return harness.save("trees_threads", document, given.output)
