@@ -9,6 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from bitplan.base.lazy_names import lazy_names
+from bitplan.base.old_names import add_old_parts
 from bitplan.base.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     parts=("files", "formats", "fp8", "packed", "plan", "report", "rounding", "searching", "streaming", "trees"),
 )
+add_old_parts()
 
 _theirs = sys.modules.get("transformers")
 if int(str(getattr(_theirs, "__version__", "0")).partition(".")[0]) >= 5:

@@ -17,6 +17,7 @@ PACKAGE = Path(bitplan.__file__).parent
 ROOT = PACKAGE.parent
 DOTTED = re.compile(r"(?<![\w./-])bitplan((?:\.[a-z_]\w*)+)")
 TABLE_ROW = re.compile(r"^    ([a-z_][\w.]*(?:, [a-z_][\w.]*)*)(?:  +\S|$)", re.MULTILINE)
+OLD_PARTS = {"kernels", "measure", "runtime", "store"}  # base.old_names has them
 NO_NAMES = {"json", "toml", "html", "crc32"}  # ends of file names, keys of metadata
 
 
@@ -42,7 +43,7 @@ def documents() -> Iterator[tuple[str, str]]:
 def is_known(name: str) -> bool:
     """Whether a dotted name is a module, or a name in one."""
     parts = name.split(".")
-    if len(parts) > 1 and parts[-1] in NO_NAMES:
+    if len(parts) > 1 and (parts[1] in OLD_PARTS or parts[-1] in NO_NAMES):
         return True
     while parts and ".".join(parts) not in MODULES:
         parts.pop()

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from bitplan.base.old_names import is_old_name, old_name
+
 
 def lazy_names(
     package: str, *, parts: Iterable[str] = (), present: Iterable[str] = ()
@@ -32,6 +34,8 @@ def lazy_names(
 
     def get(name: str) -> Any:
         if name not in known:
+            if is_old_name(package, name):
+                return old_name(package, name)
             raise AttributeError(
                 f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules.get(package)
             )

@@ -41,6 +41,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import did_you_mean
+from bitplan.base.old_names import keywords_in
 from bitplan.fp8.bench.confirm import Example, confirm_blocks
 from bitplan.fp8.build import has_fp8, put_decided
 from bitplan.fp8.decide import (
@@ -64,6 +65,7 @@ log = logging.getLogger("bitplan")
 Tokens = int | Mapping[str, int]
 
 
+@keywords_in(Fp8Options)
 def apply_fp8(
     model: nn.Module,
     policy: Policy | str | Path | None,
@@ -80,7 +82,7 @@ def apply_fp8(
 ) -> AppliedFp8:
     """Replace the layers of a model that the policy puts in FP8; return what was decided and why.
 
-    On an error the model stays as it was.
+    On an error the model stays as it was. Fields of `options` are still taken as keywords, with a warning.
     """
     options = options or Fp8Options()
     if not isinstance(policy, Policy | str | Path | None):

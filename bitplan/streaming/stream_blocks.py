@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import FormatError
+from bitplan.base.old_names import keywords_in
 from bitplan.base.records import on_failure
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.streaming.errors import StreamError, StreamStateError
@@ -190,6 +191,7 @@ def _needs_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad
 
 
+@keywords_in(StreamOptions)
 def stream_blocks(
     model: nn.Module,
     blocks: str = "model.layers.*",

@@ -169,7 +169,7 @@ def test_page_and_console_say_what_the_solver_left_and_what_an_unmeasured_plan_p
         assert line in (tmp_path / "page.html").read_text()
         show_result(changed)
         said = " ".join(capsys.readouterr().out.split())
-        assert ("a plan that was not measured promises 12.0% less damage" in said) is (promised > 0)
+        assert ("one that was not measured promises 12.0% less damage" in said) is (promised > 0)
 
 
 def on_more_text(plan):
