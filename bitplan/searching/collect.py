@@ -20,6 +20,7 @@ from bitplan.base.fingerprints import hash_tensors
 from bitplan.base.folders import scratch_folder
 from bitplan.base.version import __version__
 from bitplan.files.open_files import open_tensors
+from bitplan.files.packed_folder import is_model_folder
 from bitplan.formats import get_format
 from bitplan.plan.manifest import needs_base
 from bitplan.searching.damage import (
@@ -55,7 +56,17 @@ USUAL_BITS = 4.5
 LOOKED_UP = 64  # columns of an embedding's rounding, which compares no columns with each other
 
 
-@dataclass
+def evidence_folder(out: str | Path | None) -> Path | None:
+    """The folder that evidence goes to; one that a model lies in is refused, for a search's files are no part of it."""
+    if out is None:
+        return None
+    if is_model_folder(out):
+        text = f"{out}: is a model's folder, and evidence is not put among its files; give a folder of its own"
+        raise SearchError(text, settings={"out": f"{out}-search"})
+    return Path(out)
+
+
+@dataclass(frozen=True)
 class EvidenceFolder:
     """Where evidence is kept; None keeps it in memory alone."""
 

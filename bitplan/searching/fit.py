@@ -36,7 +36,7 @@ from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.plan import Plan
-from bitplan.searching.collect import EVIDENCE, smallest_bytes, uncorrected
+from bitplan.searching.collect import EVIDENCE, evidence_folder, smallest_bytes, uncorrected
 from bitplan.searching.engine_memory import EngineMemory, engine_of, kv_of_choice
 from bitplan.searching.evidence import FormatCost, SearchEvidence, StayingTensor, TensorGroup, weight_format
 from bitplan.searching.explain import explain_plan
@@ -349,13 +349,13 @@ def fit(
         return plan_fit("fit" if out is None else out, wanted)
     runtime = target_of(wanted.target)
     names = candidates(runtime, formats)
+    folder = evidence_folder(out)
     subject, cut = prepare(
         model, batches, text, held_out, keep=keep, context=how.context, windows=how.windows, device=how.device
     )
     subject.aim_at(runtime)
     aims_of(wanted.kinds, cut.kinds)  # refused now, not after minutes
     loaded = _with_kernels(subject, wanted.engine, names, is_asked=bool(formats))
-    folder = None if out is None else Path(out)
     return _Fitter(subject, Searcher(subject, cut, loaded, folder, how, meter=JointMeter), wanted, folder).find()
 
 

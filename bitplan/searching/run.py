@@ -25,7 +25,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.formats import get_format
 from bitplan.packed.language.perplexity import Quality
 from bitplan.plan.plan import Plan
-from bitplan.searching.collect import EVIDENCE, collect_evidence, evidence_bytes, smallest_bytes
+from bitplan.searching.collect import EVIDENCE, collect_evidence, evidence_bytes, evidence_folder, smallest_bytes
 from bitplan.searching.evidence import ProvenPlan, SearchEvidence, input_of, place_of, weight_format
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.forecast import (
@@ -340,6 +340,7 @@ def search(
         raise SearchError(text, settings={"target": "training"})
     if not isinstance(model, nn.Module):
         _require_folder(Path(model), runtime)
+    folder = evidence_folder(out)
     with _as_it_was(model):
         subject, cut = prepare(
             model,
@@ -354,7 +355,7 @@ def search(
         )
         subject.aim_at(runtime)
         aims_of(wanted.kinds, cut.kinds)  # refused now, not after minutes
-        searcher = Searcher(subject, cut, names, None if out is None else Path(out), how)
+        searcher = Searcher(subject, cut, names, folder, how)
         searcher.require_size(wanted)
         how.note(searcher.needs())
         return searcher.find(wanted)
@@ -581,7 +582,7 @@ class Searcher:
         numbers, held = self.subject.numbers, self.subject.stored.nbytes
         most, least = goal.most_bytes(numbers), smallest_bytes(self.subject, self.formats)
         if most is not None and least > most:
-            raise GoalError(size_out_of_reach(most, least, numbers) + self._why_so_large(most))
+            raise size_out_of_reach(goal, least, numbers, self._why_so_large(most))
         if most is not None and held <= most and goal.faster is None and goal.max_kl is None:
             raise GoalError(
                 f"{self.subject.where}: the model fits as it is: {held:,} bytes, {8 * held / numbers:.3f} bits a "

@@ -192,7 +192,7 @@ def solve(
         limits["nats"] = goal.max_kl
     found = problem.best(objective, limits, gap)
     if found is None:
-        raise GoalError(_nearest(evidence, problem, goal, limits))
+        raise _nearest(evidence, problem, goal, limits)
     if goal.max_kl is not None and found.nats > goal.max_kl:
         raise GoalError(kl_out_of_reach(evidence, goal.max_kl, found.nats, force))
     return found
@@ -290,30 +290,34 @@ def _size(numbers: int, nbytes: int) -> str:
     return f"{nbytes:,} bytes ({8 * nbytes / numbers:.3f} bits a weight)"
 
 
-def size_out_of_reach(limit: int, smallest: int, numbers: int) -> str:
-    return (
-        f"no plan has {_size(numbers, limit)} or less; the smallest has {_size(numbers, smallest)}; raise the limit, "
-        "or allow smaller formats"
-    )
+def size_out_of_reach(goal: Goal, smallest: int, numbers: int, why: str = "") -> GoalError:
+    """What to raise where even the smallest plan is larger than the goal: with the least that can be asked for."""
+    limit = goal.most_bytes(numbers)
+    assert limit is not None
+    text = f"no plan has {_size(numbers, limit)} or less; the smallest has {_size(numbers, smallest)}"
+    least = {"nbytes": smallest} if goal.nbytes is not None else {"bits": math.ceil(8000 * smallest / numbers) / 1000}
+    return GoalError(f"{text}{why}; raise the limit, or allow smaller formats", settings=least)
 
 
-def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> str:
+def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> GoalError:
     """Which goal could be reached, where this one cannot."""
     smallest = problem.best("bytes", {}, GAP)
     assert smallest is not None
     if "bytes" in limits and smallest.nbytes > limits["bytes"]:
-        return size_out_of_reach(int(limits["bytes"]), smallest.nbytes, evidence.numbers)
+        return size_out_of_reach(goal, smallest.nbytes, evidence.numbers)
     if "us" in limits:
         within: dict[What, float] = {"bytes": limits["bytes"]} if "bytes" in limits else {}
         fastest = problem.best("us", within, GAP)
         assert fastest is not None
         reach = _reference_time(evidence, goal.rows) / (fastest.us or 1.0)
-        return f"no plan is {goal.faster:g} times as fast as BF16 at {goal.rows} rows; the fastest is {reach:.2f} times"
+        text = f"no plan is {goal.faster:g} times as fast as BF16 at {goal.rows} rows; the fastest is {reach:.2f} times"
+        return GoalError(text, settings={"faster": math.floor(100 * reach) / 100})
     best = problem.best("nats", {}, GAP)
     assert best is not None
-    return (
+    return GoalError(
         f"no plan has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}, with "
-        f"{_size(evidence.numbers, best.nbytes)}; allow larger formats"
+        f"{_size(evidence.numbers, best.nbytes)}; allow larger formats, or more",
+        settings={"max_kl": float(f"{1.001 * best.nats:.4g}")},
     )
 
 

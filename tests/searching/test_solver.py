@@ -162,6 +162,15 @@ def test_a_goal_out_of_reach_names_the_nearest(goal, message):
         solve(made_evidence(), goal)
 
 
+@pytest.mark.parametrize("goal", [Goal(bits=3.0), Goal(nbytes=100), Goal(max_kl=1e-12), Goal(faster=50.0)])
+def test_the_nearest_goal_that_an_error_names_can_be_reached(goal):
+    evidence = made_evidence()
+    with pytest.raises(GoalError) as caught:
+        solve(evidence, goal)
+    assert caught.value.settings
+    assert solve(evidence, replace(goal, **caught.value.settings)).choice
+
+
 def test_reasons_say_what_the_neighbours_would_cost():
     evidence = made_evidence()
     plan = explain_plan(evidence, dict.fromkeys(evidence.groups, "q4_0_gguf"))
