@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
@@ -46,18 +46,27 @@ class StreamedParameter:
 
 @dataclass(frozen=True, eq=False)
 class StreamedBlock:
-    """One block: its name in the model, its module, and its streamed parameters by name within it."""
+    """One block: its name in the model, its module, and its streamed parameters by name within it.
+
+    routed: those that cross apart from the others, when a router chose them (`routed_experts`).
+    """
 
     name: str
     module: nn.Module
     parameters: dict[str, StreamedParameter]
+    routed: dict[str, StreamedParameter] = field(default_factory=dict)
+
+    @property
+    def streamed(self) -> list[StreamedParameter]:
+        """All of them."""
+        return [*self.parameters.values(), *self.routed.values()]
 
     @property
     def specs(self) -> dict[str, ParameterSpec]:
         return {name: parameter.spec for name, parameter in self.parameters.items()}
 
     def put_back(self) -> None:
-        for one in self.parameters.values():
+        for one in self.streamed:
             one.put_back()
 
 
@@ -125,7 +134,7 @@ def refuse_divided(model: nn.Module, blocks: Iterable[str]) -> None:
 
 def resident_tensors(model: nn.Module, blocks: Sequence[StreamedBlock]) -> list[nn.Parameter]:
     """Every parameter that is not streamed."""
-    streamed = {id(one.parameter) for block in blocks for one in block.parameters.values()}
+    streamed = {id(one.parameter) for block in blocks for one in block.streamed}
     return [parameter for parameter in model.parameters() if id(parameter) not in streamed]
 
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -38,6 +38,7 @@ from bitplan.streaming.transfer.host_memory import HostKind
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 
 Formats = Wanted | None
+Experts = Literal["all", "by use", "auto"]
 Moments = MomentFormat | Mapping[str, MomentFormat]
 # Names in a plan of what is no format of stored tensors; `training.small_moments` defines both.
 STATE_FORMATS = {"float32": "float32", "int8": "int8_root_b256"}
@@ -53,7 +54,7 @@ def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats 
     specs = {f"{block}.{name}": spec for block, names in blocks.items() for name, spec in names.items()}
     own = {name: own_format(spec, name) for name, spec in specs.items()}
     now = {f"{block}.{name}": fmt for block, names in (current or {}).items() for name, fmt in names.items()}
-    base = Plan({name: Planned(Choice((now or own)[name].name, "as it is", cause="held")) for name in specs})
+    base = Plan({name: Planned(Choice((own | now)[name].name, "as it is", cause="held")) for name in specs})
     if isinstance(formats, Plan):  # a plan may be for the whole model
         formats = Plan({name: entry for name, entry in formats.entries.items() if name in specs})
     elif formats is None:
@@ -122,6 +123,9 @@ class StreamOptions:
                   with the FP32 master of a BF16 weight in 2 bytes beside it instead of 4 (`training.small_moments`);
                   weights of fewer than 4,096 numbers keep float32. Or a mapping from patterns of names, first match
                   wins: {"*.mlp.*": "int8"}; what it does not name keeps float32
+    experts       of mixtures, frozen: "all" cross with their block; "by use": those that the router chose, after it
+                  chose them; "auto": by use where few are chosen, else all (`routed_experts`)
+    expert_cache_bytes   device memory in which the experts that are used most stay, of all mixtures
     """
 
     slot_bytes: int | None = None
@@ -132,6 +136,8 @@ class StreamOptions:
     timeout_s: float = WAIT_TIMEOUT_S
     shard_optimizer: bool = False
     moments: Moments = "float32"
+    experts: Experts = "all"
+    expert_cache_bytes: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,8 +195,27 @@ class StreamRequest(StreamOptions):
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
             )
         self._check_moments()
+        self._check_experts()
         if self.shard_optimizer and train != "weights":
             raise StreamError(f"shard_optimizer=True divides AdamW of streamed weights, but train={train!r}")
+
+    def _check_experts(self) -> None:
+        if self.experts not in get_args(Experts):
+            raise StreamError(f"experts={self.experts!r}: there are {', '.join(map(repr, get_args(Experts)))}")
+        cache = self.expert_cache_bytes
+        if not isinstance(cache, int) or cache < 0:
+            raise StreamError(f"expert_cache_bytes={cache!r}: expected a whole number of bytes, as int(4e9)")
+        if self.experts == "all":
+            if cache:
+                raise StreamError("expert_cache_bytes= goes with experts='by use' or 'auto', got experts='all'")
+            return
+        for is_fine, what in (
+            (self.train != "weights", "train='weights', which changes experts every step; use train='adapters'"),
+            (self.host == "pinned", f"host={self.host!r}, whose bytes cross by way of staging; use host='pinned'"),
+            (self.compile is False, "compile=, whose code cannot wait for the router; leave it out"),
+        ):
+            if not is_fine:
+                raise StreamError(f"experts={self.experts!r} does not go with {what}, or experts='all'")
 
     def _check_moments(self) -> None:
         chosen = self.moments.values() if isinstance(self.moments, Mapping) else (self.moments,)

@@ -40,7 +40,7 @@ from bitplan.plan.names import listed
 from bitplan.streaming.block_layout import BlockLayout, Piece, lay_out
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
-from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamRequest, resolve_formats
+from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamRequest, own_format, resolve_formats
 from bitplan.streaming.transfer.copies import alone
 from bitplan.streaming.transfer.schedule import Slots, check_slots
 from bitplan.streaming.weight_loader import WeightLoader
@@ -49,7 +49,7 @@ REPLACED: tuple[Any, ...] = ()
 ROWS_AT_A_TIME_BYTES = 2**25
 
 
-def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
+def held_parameter(full_name: str, one: StreamedParameter) -> nn.Parameter:
     """The Parameter that all places of `one` hold."""
     parameters: dict[int, nn.Parameter] = {}
     one.put_back()
@@ -68,10 +68,10 @@ def _held(full_name: str, one: StreamedParameter) -> nn.Parameter:
 
 def _look_at_block(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
     count_optimizer_steps()  # torch does not count the writes of a fused optimizer
-    return {name: _look_at(one) for name, one in block.parameters.items()}
+    return {name: look_at(one) for name, one in block.parameters.items()}
 
 
-def _look_at(one: StreamedParameter) -> tuple[Any, ...]:
+def look_at(one: StreamedParameter) -> tuple[Any, ...]:
     parameter = one.parameter
     for module, local in one.places:
         if module._parameters.get(local) is not parameter:
@@ -130,15 +130,15 @@ class BlockTree:
 
     def _refuse_replaced(self) -> None:
         name, present = self._block.name, set(self._block.module.modules())
-        for path, one in self._block.parameters.items():
+        for one in self._block.streamed:
             if any(module not in present for module, _ in one.places):
                 raise StreamError(
-                    f"{name}.{path}: its module was replaced or taken out of the block, and the stream would go on to "
-                    "send its weights; close the stream, change the model, and stream again"
+                    f"{name}.{one.name}: its module was replaced or taken out of the block, and the stream would go "
+                    "on to send its weights; close the stream, change the model, and stream again"
                 )
 
     def _refuse_elsewhere(self) -> None:
-        streamed = {(id(module), local) for one in self._block.parameters.values() for module, local in one.places}
+        streamed = {(id(module), local) for one in self._block.streamed for module, local in one.places}
         for path, module in self._block.module.named_modules():
             for local, parameter in module._parameters.items():
                 if parameter is None or (id(module), local) in streamed or parameter.device == self._device:
@@ -193,7 +193,7 @@ class BlockUpkeep:
 
     def fitting_formats(self, formats: Formats, current: BlockFormats) -> BlockFormats:
         """The formats, checked against blocks and slots; parameters that are not named have those of `current`."""
-        chosen = resolve_formats(formats, self._specs, current)
+        chosen = formats_of(formats, self._blocks, current)
         layouts, slot_bytes = lay_out_all(self._specs, chosen), self._options.slot_bytes
         for name, layout in zip(self._by_name, layouts, strict=True):
             if slot_bytes is not None and layout.nbytes > slot_bytes:
@@ -394,7 +394,7 @@ class BlockUpkeep:
         self._written.pop(block.name, None)
         for name in changed:
             one = block.parameters[name]
-            self._check(f"{block.name}.{name}", block, one, held := _held(f"{block.name}.{name}", one))
+            self._check(f"{block.name}.{name}", block, one, held := held_parameter(f"{block.name}.{name}", one))
             one.parameter = held
             if into_masters and self._training is not None and self._trains(block, name):
                 self._training.weight(block.name, name).read_parameter()
@@ -511,6 +511,21 @@ class BlockUpkeep:
     def _changed_masters(self, block: StreamedBlock) -> list[str]:
         changed = [] if self._training is None else self._changed(block)
         return [name for name in changed if self._trains(block, name)]
+
+
+def formats_of(formats: Formats, blocks: Iterable[StreamedBlock], current: BlockFormats | None = None) -> BlockFormats:
+    """`resolve_formats` for blocks; experts that cross by use do so in their own type, and any other is refused."""
+    routed = {block.name: {name: one.spec for name, one in block.routed.items()} for block in blocks}
+    chosen = resolve_formats(formats, {block.name: {**block.specs, **routed[block.name]} for block in blocks}, current)
+    for block, specs in routed.items():
+        for name, spec in specs.items():
+            own, asked = own_format(spec, f"{block}.{name}").name, chosen[block].pop(name).name
+            if asked != own:
+                raise StreamError(
+                    f"{block}.{name}: experts that cross by use do so in their own type, {own}, got {asked}; give "
+                    f"formats={{'*.{name}': '{own}', ...}} with the others behind it, or stream with experts='all'"
+                )
+    return chosen
 
 
 def lay_out_all(specs: BlockSpecs, formats: BlockFormats) -> list[BlockLayout]:

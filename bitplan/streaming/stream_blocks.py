@@ -40,9 +40,10 @@ from bitplan.streaming.options import (
     StreamOptions,
     StreamRequest,
     check_norm,
-    resolve_formats,
+    own_format,
 )
-from bitplan.streaming.reencode_blocks import BlockUpkeep, lay_out_all, refuse_unmerging
+from bitplan.streaming.reencode_blocks import BlockUpkeep, formats_of, lay_out_all, refuse_unmerging
+from bitplan.streaming.routed_experts import Mixture, RoutedExperts, take_out_experts
 from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.streaming.training.host_training import HostTraining
@@ -237,21 +238,28 @@ def stream_blocks(
         telemetry=telemetry,
         offload_activations=offload_activations,
     )
-    return BlockStream(model, find_blocks(model, blocks, train), open_device(device), request)
+    request.check()
+    found = find_blocks(model, blocks, train)
+    mixtures = [] if request.experts == "all" else take_out_experts(found, train)
+    return BlockStream(model, found, mixtures, open_device(device), request)
 
 
 class BlockStream:
     """A model whose blocks are streamed, until `close`."""
 
     def __init__(
-        self, model: nn.Module, blocks: list[StreamedBlock], device: StreamDevice, options: StreamRequest
+        self,
+        model: nn.Module,
+        blocks: list[StreamedBlock],
+        mixtures: list[Mixture],
+        device: StreamDevice,
+        options: StreamRequest,
     ) -> None:
         check_torch()
-        options.check()
         self.model, self.blocks, self.device, self.train = model, blocks, device, options.train
         self._options, self._by_name = options, {block.name: block for block in blocks}
         specs = {block.name: block.specs for block in blocks}
-        formats = resolve_formats(options.formats, specs)
+        formats = formats_of(options.formats, blocks)
         lay_out_all(specs, formats)  # refuses formats that do not fit, before anything is opened
         if options.train == "weights" and several_processes():
             refuse_subgroups()
@@ -268,15 +276,20 @@ class BlockStream:
                 device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
             )
         self._upkeep = BlockUpkeep(blocks, formats, self._loader, options)
+        self.experts: RoutedExperts | None = None
         with on_failure(self._free):
+            self.experts = RoutedExperts(mixtures, self._loader, options) if mixtures else None
             move_resident(model, blocks, device.torch_device)
             self._finite = FiniteCheck(device, names) if options.check_finite else None
             self._upkeep.write(formats, blocks)
         self._calls = BlockCalls(self)
         for index, block in enumerate(blocks):
             self._calls.wrap(index, block, options.compiled(block.module.forward))
+        if self.experts is not None:
+            self.experts.wrap()
         self._hooks = self._upkeep.hook_state_dicts()
-        self._show_to_ddp = hide_from_ddp(model, _by_full_name(formats))
+        routed = [f"{block.name}.{name}" for block in blocks for name in block.routed]
+        self._show_to_ddp = hide_from_ddp(model, [*_by_full_name(formats), *routed])
 
     def __enter__(self) -> Self:
         return self
@@ -307,6 +320,9 @@ class BlockStream:
         self._raise_failures()
         self._join_processes()
         self._upkeep.bring_up_to_date()
+        if self.experts is not None:
+            self.experts.bring_up_to_date()
+            self.experts.begin()
         self.device.reset_peak()
         if self._finite is not None:
             self._finite.start()
@@ -364,6 +380,8 @@ class BlockStream:
         self._upkeep.refuse_changes_within(step)
         flags = None if self._finite is None else self._finite.send(step)
         transfers = self._loader.transfers()
+        if self.experts is not None:
+            self.experts.end()
         self._loader.stop()
         recorder.close()
         self._upkeep.saw_step(recorder.vram_peak_bytes)
@@ -434,6 +452,8 @@ class BlockStream:
                 "then write into the Parameters, then call refresh()"
             )
         self._upkeep.unread()
+        if self.experts is not None:
+            self.experts.unread()
 
     def set_formats(self, formats: Formats) -> None:
         """Use other formats from the next begin_step on; parameters that a mapping does not name keep theirs."""
@@ -481,6 +501,10 @@ class BlockStream:
             name: Planned(Choice(fmt, "as it crosses the bus"), specs[name].shape, kind="wire")
             for name, fmt in self.formats.items()
         }
+        for block in self.blocks:
+            for name, one in block.routed.items():
+                own = Choice(own_format(one.spec, name).name, "when its router chose it", cause="rule")
+                entries[f"{block.name}.{name}"] = Planned(own, one.spec.shape, kind="wire")
         if self.training is not None:
             entries |= self.training.plan.entries
             for name in self.training.trained():
@@ -494,7 +518,8 @@ class BlockStream:
         """A streamed weight on the host, whatever format it is sent in: its master where it is trained."""
         if self.training is not None and self.training.trains(block, name):
             return self.training.weight(block, name).source(is_own_type=False)
-        return self._by_name[block].parameters[name].parameter.detach()
+        found = self._by_name[block]
+        return (found.routed | found.parameters)[name].parameter.detach()
 
     @property
     def stats(self) -> StreamStats:
@@ -507,6 +532,7 @@ class BlockStream:
             bytes_d2h=self.device.bytes_out,
             pinned_bytes=self.device.pinned_bytes,
             last=self._telemetry.last,
+            experts=None if self.experts is None else self.experts.figures,
             **({} if ring is None else ring.sizes),
         )
 
@@ -593,6 +619,8 @@ class BlockStream:
         self._is_closed = True
         self._show_to_ddp()
         self._calls.unwrap()
+        if self.experts is not None:
+            self.experts.unwrap()
         for hook in self._hooks:
             hook.remove()
         try:
@@ -651,6 +679,8 @@ class BlockStream:
         if self._step is not None:  # its end_step was interrupted
             self._abandon()
         self._upkeep.bring_block_up_to_date(block)
+        if self.experts is not None:
+            self.experts.bring_up_to_date(block)
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -659,6 +689,8 @@ class BlockStream:
     def _free(self, error: BaseException | None = None) -> None:
         """Give everything back; safe to call in any state."""
         self._loader.close()
+        if self.experts is not None:
+            self.experts.close()
         if self.training is not None:
             self.training.close(error)
         self._host.close()

@@ -59,6 +59,8 @@ class StreamStats:
     """What a handle has done so far; `last` is the last step whose clocks have been read.
 
     decoded_blocks: of the resident ones, those that stay decoded, too.
+    experts: of mixtures that cross by use (`routed_experts`): memory on the device, experts in the cache, copied, and
+             taken from the cache so far, the share that was chosen last, and how many mixtures are sent whole.
     """
 
     steps: int
@@ -71,6 +73,7 @@ class StreamStats:
     slot_bytes: int = 0
     resident_blocks: int = 0
     decoded_blocks: int = 0
+    experts: Mapping[str, float] | None = None
 
 
 @dataclass(eq=False)

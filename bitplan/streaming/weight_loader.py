@@ -332,16 +332,27 @@ class WeightLoader:
         return owner
 
     def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
-        if serial != self._serial:
-            raise StreamError(
-                f"{self.names[block]}: backward came after its step ended, and the weights may have changed since; "
-                "call backward between begin_step and end_step"
-            )
+        self.refuse_stale(self.names[block], serial)
         refuse_second_derivatives(self.place(block))
         if self.training is not None:
             self.training.gradients.note_backward()
         self._acquire(block, wraps=False)
         return self._decoder.view(self.ring.scratch_of(block) if in_scratch else self._buffer, place)
+
+    def refuse_stale(self, name: str, serial: int) -> None:
+        """Refuse a backward through weights that were saved in a step that has ended."""
+        if serial != self._serial:
+            raise StreamError(
+                f"{name}: backward came after its step ended, and the weights may have changed since; "
+                "call backward between begin_step and end_step"
+            )
+
+    def may_send_ahead(self) -> bool:
+        """Whether limits allow a copy of which it is not certain that it will be needed."""
+        if self._limits is None:
+            return True
+        is_allowed = self._limits.prefetch_window_cap > 0 and not self._limits.suppress_speculative
+        return is_allowed and (self.room() or 0) > 0
 
     def place(self, block: int) -> str:
         """A block and the step, for messages."""

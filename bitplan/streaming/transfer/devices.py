@@ -20,7 +20,7 @@ import itertools
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from bitplan.streaming.errors import StreamError
 
-Queue = Literal["weights", "activations"]  # copies of one queue and direction run one after another
+Queue = Literal["weights", "activations", "experts"]  # copies of one queue and direction run one after another
 Direction = Literal["in", "out"]
 RESERVE_BYTES = 512 * 2**20  # slots="auto" leaves this beside what a step was seen to take
 FIRST_SHARE = 8  # and one part in so many of the memory, until a step was seen
@@ -137,6 +137,12 @@ class StreamDevice(ABC):
         self.bytes_in += target.nbytes
         return copied
 
+    def copy_all_in(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark, queue: Queue = "weights") -> Copied:
+        """`copy_in` for several pairs of target and source, one after another: the first start and the last end."""
+        copied = self._copy_all("in", queue, pairs, after)
+        self.bytes_in += sum(target.nbytes for target, _ in pairs)
+        return copied
+
     def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
         copied = self._copy("out", queue, target, source, after)
         self.bytes_out += target.nbytes
@@ -146,6 +152,12 @@ class StreamDevice(ABC):
     def _copy(
         self, direction: Direction, queue: Queue, target: Tensor, source: Tensor, after: tuple[Mark, ...]
     ) -> Copied: ...
+
+    def _copy_all(
+        self, direction: Direction, queue: Queue, pairs: Sequence[tuple[Tensor, Tensor]], after: tuple[Mark, ...]
+    ) -> Copied:
+        copies = [self._copy(direction, queue, target, source, after) for target, source in pairs]
+        return Copied(copies[0].start, copies[-1].end)
 
     @abstractmethod
     def wait(self, copied: Copied) -> None: ...
@@ -302,12 +314,18 @@ class CudaDevice(StreamDevice):
     def _copy(
         self, direction: Direction, queue: Queue, target: Tensor, source: Tensor, after: tuple[Mark, ...]
     ) -> Copied:
+        return self._copy_all(direction, queue, [(target, source)], after)
+
+    def _copy_all(
+        self, direction: Direction, queue: Queue, pairs: Sequence[tuple[Tensor, Tensor]], after: tuple[Mark, ...]
+    ) -> Copied:
         stream = self._streams[direction, queue]
         with torch.cuda.stream(stream):
             for mark in after:
                 stream.wait_event(mark.event)
             start = self._record(stream)
-            target.copy_(source, non_blocking=True)
+            for target, source in pairs:
+                target.copy_(source, non_blocking=True)
             return Copied(start, self._record(stream))
 
     def wait(self, copied: Copied) -> None:
