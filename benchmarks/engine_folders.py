@@ -31,7 +31,7 @@ from bitplan.files.headers import is_gguf
 from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats import get_format
 from bitplan.formats.codec import decode, encode
-from bitplan.packed.language.causal_lm import load_causal_lm
+from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 
 CONTEXT = {"compressed-tensors": 128, "mlx": 32, "torchao": 128, "hf": 128}  # MLX is slow on a CPU
 FORMATS: dict[str, tuple[str, ...]] = {

@@ -36,8 +36,8 @@ from bitplan import round_inputs
 from bitplan.base.errors import BitplanError
 from bitplan.files.engines.targets import export_model
 from bitplan.files.transformers_names import silence_transformers
+from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 from bitplan.packed.checkpoints.load import load_packed
-from bitplan.packed.language.causal_lm import load_causal_lm
 from bitplan.plan import Plan
 
 SIZES: dict[str, Any] = {

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from bitplan.files.engines.targets import export_model
 from bitplan.files.open_files import open_tensors
-from bitplan.packed.language.causal_lm import load_causal_lm
+from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 
 CONTEXT = 512
 FORMATS = (

@@ -21,7 +21,7 @@ import harness
 import torch
 
 from bitplan.base.records import read_json, read_text
-from bitplan.packed.language.causal_lm import late_logits_of, load_causal_lm
+from bitplan.packed.checkpoints.causal_lm import late_logits_of, load_causal_lm
 from bitplan.packed.language.compare_on_text import morphed_twin, plan_for_model
 from bitplan.packed.language.perplexity import clustered_mean, measure_perplexity
 

@@ -27,7 +27,7 @@ from bitplan.base.records import read_json, read_text
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.scale_rules import ScaleRule
-from bitplan.packed.language.causal_lm import CausalLM, load_causal_lm
+from bitplan.packed.checkpoints.causal_lm import CausalLM, load_causal_lm
 from bitplan.packed.language.compare_on_text import FLOOR, QualityRow, QualityRun
 from bitplan.packed.language.perplexity import spread_windows
 from bitplan.plan.format_choices import Wanted

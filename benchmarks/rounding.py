@@ -37,7 +37,7 @@ from bitplan.base.records import read_json, read_text
 from bitplan.files.gguf_tensors import GGUF_TYPES
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode
-from bitplan.packed.language.causal_lm import load_causal_lm, logits_of
+from bitplan.packed.checkpoints.causal_lm import load_causal_lm, logits_of
 from bitplan.packed.language.perplexity import CachedLogits, measure_perplexity, spread_windows
 from bitplan.rounding.weights import round_weight
 

@@ -227,7 +227,7 @@ class Task:
 
 
 def lora_task(model_path: Path, words: str, sizes: Sizes, device: StreamDevice, dtype: torch.dtype) -> Task:
-    from bitplan.packed.language.causal_lm import load_causal_lm
+    from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 
     loaded = load_causal_lm(model_path)
     ids = loaded.encode(words)

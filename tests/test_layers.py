@@ -9,6 +9,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import bitplan
+from tools.flows import longest_chain
 
 PACKAGE = Path(bitplan.__file__).parent
 OPEN_TO_ALL = "base"
@@ -153,3 +154,8 @@ def test_the_checks_can_fail() -> None:
     assert wrong_imports("base.records", "import bitplan.plan.plan") == ["plan.plan"]
     assert wrong_imports("trees.grow", "from bitplan.base.loops.jit import compiled") == []
     assert wrong_imports("streaming.selective.units", "from bitplan.streaming.errors import StreamError") == []
+
+
+def test_imports_at_the_top_of_modules_are_no_longer_chain_than_twenty() -> None:
+    chain = longest_chain()
+    assert len(chain) <= 20, " -> ".join(chain)

@@ -17,8 +17,6 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Literal
 
-from bitplan.formats.elements import torch_dtype
-
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
@@ -44,7 +42,10 @@ class ScaleStorage:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch_dtype(self.dtype_name)
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype_name)
+        return dtype
 
     def store(self, scale: Tensor, base: Tensor | None) -> Tensor:
         return flush_small(scale).to(self.dtype)

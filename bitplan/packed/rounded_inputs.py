@@ -6,14 +6,23 @@ round_inputs(model, {"lm_head.weight": "int8_row"})        # those with these we
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from bitplan.base.errors import StoreError
-from bitplan.formats.input_formats import KEEP, STATIC, Inputs, input_format, require_scale, with_scale
+from bitplan.formats.input_formats import (
+    KEEP,
+    STATIC,
+    Inputs,
+    input_format,
+    require_scale,
+    round_input,
+    with_scale,
+)
 from bitplan.packed.product_strategy import LayerError
 from bitplan.packed.products.cpu_fused import INTEGER_INPUTS, IntegersOnCpu
 from bitplan.packed.products.fused import fused_for
@@ -175,3 +184,32 @@ def calibrate_inputs(
                 f"or another format of inputs than {STATIC}"
             )
     return plan.with_inputs({name: with_scale(largest[name] / 127) for name in wanted})
+
+
+# ---- models that are not packed -------------------------------------------------------------------------------------
+
+
+def round_linear_inputs(model: nn.Module, inputs: Inputs, *, keep: Collection[str] = ()) -> list[RemovableHandle]:
+    """Let linear layers round their inputs (`round_input`): as packed layers do, in a model that is not packed.
+
+    inputs   one format for all, except those whose weights are in `keep`; or formats by names of weights
+    """
+    linears = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    if not isinstance(inputs, Mapping):
+        formats = {name: input_format(inputs) for name in linears if name not in keep}
+    else:
+        named = {name: input_format(fmt, name) for name, fmt in inputs.items()}
+        shared = {id(tensor): named[name] for name, tensor in model.named_parameters() if name in named}
+        formats = {name: named.get(name, shared.get(id(layer.weight))) for name, layer in linears.items()}
+    for name, fmt in formats.items():
+        require_scale(fmt, name)
+    return hook_rounding({linears[name]: fmt for name, fmt in formats.items() if fmt is not None})
+
+
+def hook_rounding(layers: Mapping[nn.Module, str]) -> list[RemovableHandle]:
+    """Let layers round their inputs to formats until the handles are removed."""
+
+    def hook(fmt: str) -> Callable[..., tuple[Any, ...]]:
+        return lambda _module, args: (round_input(args[0], fmt), *args[1:])
+
+    return [layer.register_forward_pre_hook(hook(fmt)) for layer, fmt in layers.items()]

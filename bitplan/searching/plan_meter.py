@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from bitplan.packed.checkpoints.causal_lm import LateLogits
 from bitplan.packed.language.perplexity import (
     Estimate,
-    LateLogits,
     LogitsOf,
     Quality,
     clustered_mean,
-    hook_rounding,
     measure_perplexity,
     round_activations,
 )
+from bitplan.packed.rounded_inputs import hook_rounding
 from bitplan.searching.blocks import BATCH, BlockRunner, Replaced, TokenStates, equal_lengths
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.evidence import SearchEvidence, input_of, weight_format

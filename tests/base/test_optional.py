@@ -13,8 +13,8 @@ import pytest
 from bitplan.base.errors import BitplanError, MissingLibraryError
 from bitplan.base.optional import require
 from bitplan.fp8.bench.confirm_policy import plan_small_model
+from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 from bitplan.packed.checkpoints.load import load_packed
-from bitplan.packed.language.causal_lm import load_causal_lm
 from bitplan.streaming.selective import trainer_callbacks
 from tests.processes import Program
 

@@ -307,7 +307,7 @@ def quantize(
 
 def _static_scales(source: Path, text: str, plan: Plan, windows: int) -> dict[str, str]:
     """Formats of inputs by names of weights, static ones with the scales that the model's inputs have on a text."""
-    from bitplan.packed.language.causal_lm import load_causal_lm
+    from bitplan.packed.checkpoints.causal_lm import load_causal_lm
     from bitplan.packed.rounded_inputs import calibrate_inputs
 
     lm = load_causal_lm(source)

@@ -1,1 +1,1 @@
-"""Packed checkpoints of any architecture: loaded, saved, known to transformers."""
+"""Packed checkpoints of any architecture: loaded, saved, known to transformers; language models, opened."""

@@ -1,1 +1,1 @@
-"""Language models: opened from any file, run, timed, and judged by perplexity and distance."""
+"""Language models: run, timed, and judged by perplexity and distance."""

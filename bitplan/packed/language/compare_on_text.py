@@ -26,17 +26,17 @@ from bitplan.formats.elements import dtype_name
 from bitplan.formats.format import Format
 from bitplan.formats.input_formats import AS_LLAMA_CPP, input_format, llama_cpp_input
 from bitplan.formats.scale_rules import ScaleRule
-from bitplan.packed.language.causal_lm import CausalLM, late_logits_of, load_causal_lm
+from bitplan.packed.checkpoints.causal_lm import CausalLM, late_logits_of, load_causal_lm
 from bitplan.packed.language.perplexity import (
     CachedLogits,
     Quality,
     measure_perplexity,
     round_activations,
-    round_linear_inputs,
     shared_twin,
     spread_windows,
 )
 from bitplan.packed.layer_replacement import are_columns, packed_shape, with_output_rows
+from bitplan.packed.rounded_inputs import round_linear_inputs
 from bitplan.packed.rounded_kv import round_kv
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats
 from bitplan.plan.format_choices import Wanted

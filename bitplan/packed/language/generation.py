@@ -32,9 +32,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_packed_config, read_config
 from bitplan.files.transformers_names import foreign_faults, silence_transformers
 from bitplan.formats.input_formats import KEEP, input_format
-from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
-from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers
-from bitplan.packed.language.causal_lm import (
+from bitplan.packed.checkpoints.causal_lm import (
     CausalLM,
     load_causal_lm,
     no_causal_model,
@@ -42,6 +40,8 @@ from bitplan.packed.language.causal_lm import (
     read_tokenizer,
     require_causal,
 )
+from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
+from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers
 from bitplan.packed.language.token_steps import Decoding
 from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers, shown_inputs
 from bitplan.packed.rounded_kv import round_kv, shown_kv

@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from bitplan.base.errors import MeasureError
-from bitplan.formats.input_formats import Inputs, input_format, require_scale, round_input
+from bitplan.packed.checkpoints.causal_lm import LateLogits
 
 # ---- noise floor -----------------------------------------------------------------------------------------------------
 
@@ -61,32 +61,6 @@ def round_activations(
         for module in model.modules()
         if module is not model and not any(module is exempt for exempt in keep)
     ]
-
-
-def round_linear_inputs(model: nn.Module, inputs: Inputs, *, keep: Collection[str] = ()) -> list[RemovableHandle]:
-    """Let linear layers round their inputs (`round_input`): as packed layers do, in a model that is not packed.
-
-    inputs   one format for all, except those whose weights are in `keep`; or formats by names of weights
-    """
-    linears = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
-    if not isinstance(inputs, Mapping):
-        formats = {name: input_format(inputs) for name in linears if name not in keep}
-    else:
-        named = {name: input_format(fmt, name) for name, fmt in inputs.items()}
-        shared = {id(tensor): named[name] for name, tensor in model.named_parameters() if name in named}
-        formats = {name: named.get(name, shared.get(id(layer.weight))) for name, layer in linears.items()}
-    for name, fmt in formats.items():
-        require_scale(fmt, name)
-    return hook_rounding({linears[name]: fmt for name, fmt in formats.items() if fmt is not None})
-
-
-def hook_rounding(layers: Mapping[nn.Module, str]) -> list[RemovableHandle]:
-    """Let layers round their inputs to formats until the handles are removed."""
-
-    def hook(fmt: str) -> Callable[..., tuple[Any, ...]]:
-        return lambda _module, args: (round_input(args[0], fmt), *args[1:])
-
-    return [layer.register_forward_pre_hook(hook(fmt)) for layer, fmt in layers.items()]
 
 
 def _rounded(output: Any, dtype: torch.dtype) -> Any:
@@ -196,29 +170,6 @@ LogitsOf = Callable[[Tensor], Any]
 # ---- windows ---------------------------------------------------------------------------------------------------------
 
 
-def windows_of(ids: Tensor, context: int, prefix: Tensor | None = None) -> list[Tensor]:
-    """Token ids cut into windows of `context` tokens with `prefix` before each; the last may be shorter.
-
-    Each token is in one window. A last window with nothing to predict is left out.
-    """
-    before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
-    body = context - len(before)
-    if body < 1 or context < 2:
-        raise MeasureError(
-            f"context must be {max(2, len(before) + 1)} tokens or more, one to see and one to predict, got {context}"
-        )
-    if ids.dim() != 1 or ids.is_floating_point():
-        raise MeasureError(f"token ids must be one row of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
-    if len(ids) < body:
-        raise MeasureError(
-            f"the text has {len(ids)} tokens, and one window of context needs {body}; "
-            f"take a longer text or a shorter context",
-            settings={"context": None},
-        )
-    windows = [torch.cat((before.to(ids.dtype), piece)) for piece in ids.split(body)]
-    return [window for window in windows if len(window) > 1]
-
-
 def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """As many whole windows as `tokens` allows, evenly spread: the head of a text may be a single article."""
     context = len(windows[0])
@@ -292,25 +243,6 @@ def _finite(value: float) -> float | None:
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LateLogits:
-    """Logits that are made when they are asked for, a few tokens at a time: all of a window take 0.5 GB for 512 tokens
-    and a vocabulary of 262,144.
-
-    states  what the model's head gets, [windows, length, width]
-    head    states and token ids, of one window and some of its tokens -> logits [1, tokens, vocabulary]
-    """
-
-    states: Tensor
-    ids: Tensor
-    vocabulary: int
-    head: Callable[[Tensor, Tensor], Tensor]
-
-    def of_window(self, window: int, tokens: slice) -> Tensor:
-        row = slice(window, window + 1)
-        return self.head(self.states[row, tokens], self.ids[row, tokens])[0]
 
 
 @dataclass

@@ -26,7 +26,7 @@ from bitplan.files.tensor_file import TensorSpec
 from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats import Encoded
 from bitplan.formats.codec import decode
-from bitplan.packed.language.causal_lm import load_causal_lm
+from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 from bitplan.plan import Plan
 from bitplan.rounding.weights import round_weight
 from tests.files.engines.tiny_models import TOKENS, save_tiny

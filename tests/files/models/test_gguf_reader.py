@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bitplan.packed.language.causal_lm import one_gguf_reader
+from bitplan.packed.checkpoints.causal_lm import one_gguf_reader
 
 gguf = pytest.importorskip("gguf")
 

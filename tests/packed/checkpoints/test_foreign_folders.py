@@ -15,7 +15,7 @@ from bitplan import open_tensors
 from bitplan.base.errors import FileFormatError
 from bitplan.files.compare import compare_files
 from bitplan.files.quantize_files import quantize_file
-from bitplan.packed.language.causal_lm import load_causal_lm
+from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 from bitplan.packed.quant_linear import QuantLinear
 from tests.files.engines.tiny_models import save_tiny
 from tests.files.quantized_folders import stream

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from bitplan.packed.checkpoints.causal_lm import windows_of
 from bitplan.packed.language.perplexity import (
     CachedLogits,
     MeasureError,
@@ -18,7 +19,6 @@ from bitplan.packed.language.perplexity import (
     shared_twin,
     spread_windows,
     student_t_975,
-    windows_of,
 )
 from tests.processes import Program
 
@@ -270,7 +270,7 @@ def test_measuring_does_not_load_transformers(tmp_path):
         "ours = 'bitplan.packed.language'\n"
         "for name in [name for name in sys.modules if name.startswith((ours, 'transformers'))]:\n"
         "    del sys.modules[name]\n"
-        "import bitplan.packed.language.causal_lm, bitplan.packed.language.compare_on_text\n"
+        "import bitplan.packed.checkpoints.causal_lm, bitplan.packed.language.compare_on_text\n"
         "assert 'transformers' not in sys.modules"
     )
     program = Program(code, folder=tmp_path)

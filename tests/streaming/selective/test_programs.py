@@ -24,7 +24,7 @@ def program(monkeypatch):
 @pytest.mark.long
 def test_the_experiment_runs_in_small(program, monkeypatch, tmp_path, capsys):
     pytest.importorskip("transformers")
-    from bitplan.packed.language import causal_lm
+    from bitplan.packed.checkpoints import causal_lm
 
     sizes = replace(program["SMALL"], lora_steps=3, full_steps=3, pretrain_steps=2)
     text = "to be or not to be, that is the question. " * 30

@@ -54,7 +54,7 @@ from bitplan.files.transformers_names import (
     silence_transformers,
 )
 from bitplan.formats import get_format
-from bitplan.packed.language.perplexity import LateLogits, round_linear_inputs, windows_of
+from bitplan.packed.rounded_inputs import round_linear_inputs
 from bitplan.packed.rounded_kv import round_kv
 
 # ---- gguf reader -----------------------------------------------------------------------------------------------------
@@ -97,6 +97,48 @@ def one_gguf_reader() -> Iterator[None]:
 
 
 # ---- causal lm -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LateLogits:
+    """Logits that are made when they are asked for, a few tokens at a time: all of a window take 0.5 GB for 512 tokens
+    and a vocabulary of 262,144.
+
+    states  what the model's head gets, [windows, length, width]
+    head    states and token ids, of one window and some of its tokens -> logits [1, tokens, vocabulary]
+    """
+
+    states: Tensor
+    ids: Tensor
+    vocabulary: int
+    head: Callable[[Tensor, Tensor], Tensor]
+
+    def of_window(self, window: int, tokens: slice) -> Tensor:
+        row = slice(window, window + 1)
+        return self.head(self.states[row, tokens], self.ids[row, tokens])[0]
+
+
+def windows_of(ids: Tensor, context: int, prefix: Tensor | None = None) -> list[Tensor]:
+    """Token ids cut into windows of `context` tokens with `prefix` before each; the last may be shorter.
+
+    Each token is in one window. A last window with nothing to predict is left out.
+    """
+    before = torch.empty(0, dtype=torch.int64) if prefix is None else prefix
+    body = context - len(before)
+    if body < 1 or context < 2:
+        raise MeasureError(
+            f"context must be {max(2, len(before) + 1)} tokens or more, one to see and one to predict, got {context}"
+        )
+    if ids.dim() != 1 or ids.is_floating_point():
+        raise MeasureError(f"token ids must be one row of integers, got {ids.dtype} of shape {tuple(ids.shape)}")
+    if len(ids) < body:
+        raise MeasureError(
+            f"the text has {len(ids)} tokens, and one window of context needs {body}; "
+            f"take a longer text or a shorter context",
+            settings={"context": None},
+        )
+    windows = [torch.cat((before.to(ids.dtype), piece)) for piece in ids.split(body)]
+    return [window for window in windows if len(window) > 1]
 
 
 @dataclass

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from bitplan.packed.checkpoints.causal_lm import LateLogits, late_logits_of, logits_of, windows_of
 from bitplan.packed.language import perplexity
-from bitplan.packed.language.causal_lm import late_logits_of, logits_of
-from bitplan.packed.language.perplexity import CachedLogits, LateLogits, measure_perplexity, windows_of
+from bitplan.packed.language.perplexity import CachedLogits, measure_perplexity
 
 transformers = pytest.importorskip("transformers")
 VOCABULARY, CONTEXT, AT_ONCE = 50, 12, 4
