@@ -34,6 +34,7 @@ from torch.compiler import is_dynamo_compiling
 from bitplan.base.errors import PlanError
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import has_decoder
+from bitplan.packed.host_weights import join_waiting
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, input_type
 from bitplan.packed.products.fused import FusedMatmul, Prepared, fused_for
@@ -223,7 +224,7 @@ class JointProjection:
         fused = fused_for(first.weight.device.type, first.inputs)
         if fused is None or type(first.weight.data) is not Tensor or first.strategy not in ("auto", "fused", "fp8"):
             return None
-        if not _is_set_alike(self.layers):
+        if not _is_set_alike(self.layers) or len({bool(layer.weight.waiting) for layer in self.layers}) > 1:
             return None
         if any(layer.bias is not None for layer in self.layers):  # it was set after they were joined
             return None
@@ -267,6 +268,9 @@ def _joined(weights: Sequence[PackedWeight]) -> Encoded:
     """One matrix of all rows; the weights become views of it. Its base is the first weight's; kernels get all bases."""
     first = weights[0]
     held = [name for name in ("data", "scales") if name in first._buffers]
+    shape = (sum(weight.shape[0] for weight in weights), first.shape[1])
+    if first.waiting:
+        return Encoded(first.fmt, shape, **join_waiting(weights), base=first.encoded.base)
     parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in held}
     start = 0
     for weight in weights:
@@ -274,7 +278,7 @@ def _joined(weights: Sequence[PackedWeight]) -> Encoded:
             weight._buffers[name] = part[start : start + weight.shape[0]]
         weight.forget()  # drops what was made for this layer alone
         start += weight.shape[0]
-    return Encoded(first.fmt, (start, first.shape[1]), **parts, base=first.encoded.base)
+    return Encoded(first.fmt, shape, **parts, base=first.encoded.base)
 
 
 class JointLinear(QuantLinear):

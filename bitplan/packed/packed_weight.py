@@ -80,6 +80,7 @@ class PackedWeight(EncodedModule):
         self._derived: dict[Hashable, Any] = {}
         self._derived_state: State = ()
         self._listeners: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.waiting: dict[str, Tensor] = {}  # its parts as the host sees them, where they lie there (`host_weights`)
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -167,7 +168,7 @@ class PackedWeight(EncodedModule):
 
     def __getstate__(self) -> dict[str, Any]:
         state = dict(self.__dict__)
-        for name in ("token", "_changes", "_encoded", "_derived", "_derived_state", "_listeners"):
+        for name in ("token", "_changes", "_encoded", "_derived", "_derived_state", "_listeners", "waiting"):
             del state[name]
         return state
 
@@ -203,6 +204,7 @@ class PackedWeight(EncodedModule):
                 moved_any = True
                 self._buffers[name] = moved.view(part.dtype).reshape(part.shape)
         if moved_any:
+            self.waiting = {}
             self.forget()
         return self
 

@@ -15,10 +15,11 @@ A weight's choice may have an `input`: the format that inputs of products with i
 A plan's `padding` is "zero" where rows that are not whole blocks of their format are filled with zeros, else "none".
 
 The document, version 1 (`padding` only where it is "zero"; `cause` unless it is "given", `kind` unless it is "weight";
-`input`, `evidence`, `shape`, `role`, `part`, `stored` only where known; `bytes` goes with `shape`):
+`input`, `place` ("host": of a GPU's two memories), `evidence`, `shape`, `role`, `part`, `stored` only where known;
+`bytes` goes with `shape`):
 
     {"document": "bitplan-plan", "version": 1, "padding": "zero",
-     "tensors": {NAME: {"format": F, "input": I, "cause": C, "reason": R, "evidence": {...}, "kind": K,
+     "tensors": {NAME: {"format": F, "input": I, "place": P, "cause": C, "reason": R, "evidence": {...}, "kind": K,
                         "shape": [...], "role": R, "part": P, "stored": DTYPE, "bytes": N}}}
 """
 
@@ -65,12 +66,14 @@ _OWN_FORMATS = {
 #   rule     a manifest, a mapping, a pattern  kept     somebody asked that it stay as it is
 #   solver   a search                          held     it is so already, and nothing else was asked for
 #   policy   measured speed, gradients         given    nothing is said, as in plans of earlier versions
+Place = Literal["host"]
 Cause = Literal["forced", "rule", "solver", "policy", "default", "kept", "held", "given"]
 CAUSES: tuple[Cause, ...] = get_args(Cause)
 
 _TENSOR_KEYS = {
     "format": NAME,
     "input": NAME,
+    "place": one_of("host"),
     "cause": one_of(*CAUSES),
     "reason": NAME,
     "evidence": EVIDENCE,
@@ -88,6 +91,7 @@ class Choice:
     """A format, what decided it (`cause`, which code reads), the reason in words, and the figures behind the reason.
 
     `input` is the format that inputs of products with this weight are rounded to; None: they stay as they are.
+    `place` is "host" where the weight lies in the host's memory while a GPU computes; None: on the device.
     """
 
     format: str
@@ -95,8 +99,14 @@ class Choice:
     evidence: Mapping[str, Any] | None = None
     cause: Cause = "given"
     input: str | None = None
+    place: Place | None = None
 
     def __post_init__(self) -> None:
+        if self.place is not None and (self.place != "host" or get_format(self.format).is_cast):
+            raise PlanError(
+                f"place {show(self.place)} beside {self.format}: a packed weight may lie on the host, others "
+                "nowhere else than on the device"
+            )
         if not self._is_of_another_kind:
             get_format(self.format)
         if self.cause not in CAUSES:
@@ -456,7 +466,7 @@ def _size(role: str, name: str, entries: list[Planned]) -> SizeRow:
 
 def _layout(entry: Planned) -> tuple[Any, ...]:
     choice = entry.choice
-    return choice.format, choice.input, entry.shape, entry.role, entry.part, entry.stored, entry.kind
+    return choice.format, choice.input, choice.place, entry.shape, entry.role, entry.part, entry.stored, entry.kind
 
 
 def _plain(value: Any) -> Any:
@@ -468,8 +478,8 @@ def _plain(value: Any) -> Any:
 
 def _to_document(entry: Planned) -> dict[str, Any]:
     cause = {"cause": entry.choice.cause} if entry.choice.cause != "given" else {}
-    rounded = {"input": entry.choice.input} if entry.choice.input is not None else {}
-    item: dict[str, Any] = {"format": entry.choice.format, **rounded, **cause, "reason": entry.choice.reason}
+    beside = {key: value for key in ("input", "place") if (value := getattr(entry.choice, key)) is not None}
+    item: dict[str, Any] = {"format": entry.choice.format, **beside, **cause, "reason": entry.choice.reason}
     if entry.choice.evidence is not None:
         item["evidence"] = dict(entry.choice.evidence)
     if entry.kind != "weight":
@@ -486,7 +496,7 @@ def _from_document(reader: Reader, name: str, value: Any) -> Planned:
     if ("shape" in item) != ("bytes" in item):
         reader.stop(f"{path}: shape and bytes go together, got only {'shape' if 'shape' in item else 'bytes'}")
     try:
-        known = {key: item[key] for key in ("evidence", "cause", "input") if key in item}
+        known = {key: item[key] for key in ("evidence", "cause", "input", "place") if key in item}
         choice = Choice(item["format"], item["reason"], **known)
         shape = tuple(item["shape"]) if "shape" in item else None
         kind = item.get("kind", "weight")

@@ -100,7 +100,7 @@ _GROUP = {
 }
 _TENSOR = {"shape": SHAPE, "role": TEXT}
 _FORMAT = {"bytes": SIZE, "predicted": _NATS, "factor": _NATS, "inputs": _NATS, "us": _TIMES}
-_WITH_INPUT = "+"
+_WITH_INPUT, _IN_HOST = "+", "@host"
 
 
 def candidate_name(fmt: str, rounded: str | None) -> str:
@@ -108,8 +108,17 @@ def candidate_name(fmt: str, rounded: str | None) -> str:
     return fmt if rounded is None else f"{fmt}{_WITH_INPUT}{rounded}"
 
 
+def in_host(candidate: str) -> str:
+    """What choices between two memories call a candidate whose weights lie in the host's (`two_memories`)."""
+    return candidate + _IN_HOST
+
+
+def is_in_host(candidate: str) -> bool:
+    return candidate.endswith(_IN_HOST)
+
+
 def weight_format(candidate: str) -> str:
-    return candidate.partition(_WITH_INPUT)[0]
+    return candidate.removesuffix(_IN_HOST).partition(_WITH_INPUT)[0]
 
 
 def bits_of(candidate: str) -> float:
@@ -118,7 +127,7 @@ def bits_of(candidate: str) -> float:
 
 
 def input_of(candidate: str) -> str | None:
-    return candidate.partition(_WITH_INPUT)[2] or None
+    return candidate.removesuffix(_IN_HOST).partition(_WITH_INPUT)[2] or None
 
 
 @dataclass(frozen=True)
@@ -135,13 +144,17 @@ class StayingTensor:
 
 @dataclass(frozen=True)
 class FormatCost:
-    """What a candidate costs a group: bytes, nats a token, and where it was timed microseconds by rows."""
+    """What a candidate costs a group: bytes, nats a token, and where it was timed microseconds by rows.
+
+    Between two memories `nbytes` are those on the GPU, and `host` those in the host's memory.
+    """
 
     nbytes: int
     predicted: float
     factor: float = 1.0  # by which measured plans correct the prediction
     us: Mapping[int, float] = field(default_factory=dict)
     inputs: float = 0.0  # nats of rounded inputs, beside those of the weights
+    host: int = 0
 
 
 @dataclass
@@ -234,6 +247,10 @@ class SearchEvidence:
         """Bytes of the whole model under a choice, what stays included."""
         return self.staying_bytes + sum(self.groups[group].formats[fmt].nbytes for group, fmt in choice.items())
 
+    def host_bytes(self, choice: Mapping[str, str]) -> int:
+        """Bytes of a choice that lie in the host's memory."""
+        return sum(self.groups[group].formats[fmt].host for group, fmt in choice.items())
+
     def microseconds(self, choice: Mapping[str, str], rows: int) -> float | None:
         """Time of all groups at `rows` rows; None where a format was not timed there."""
         times = [self.groups[group].formats[fmt].us.get(rows) for group, fmt in choice.items()]
@@ -245,8 +262,11 @@ class SearchEvidence:
 
     @property
     def formats(self) -> list[str]:
-        """Every candidate of some group, the smallest first; of one format rounded inputs before others."""
-        names = {name for group in self.groups.values() for name in group.formats}
+        """Every candidate of some group, the smallest first; of one format rounded inputs before others.
+
+        Places are no formats: what lies in the host's memory is not listed again.
+        """
+        names = {name for group in self.groups.values() for name in group.formats if not is_in_host(name)}
         return sorted(names, key=lambda name: (bits_of(name), input_of(name) is None, name))
 
     def input_nats(self, choice: Mapping[str, str]) -> float:

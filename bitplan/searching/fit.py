@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,16 @@ from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.plan import Plan
 from bitplan.searching.collect import EVIDENCE, evidence_folder, smallest_bytes, uncorrected
 from bitplan.searching.engine_memory import EngineMemory, engine_of, kv_of_choice
-from bitplan.searching.evidence import FormatCost, SearchEvidence, StayingTensor, TensorGroup, weight_format
+from bitplan.searching.evidence import (
+    FormatCost,
+    SearchEvidence,
+    StayingTensor,
+    TensorGroup,
+    bits_of,
+    in_host,
+    is_in_host,
+    weight_format,
+)
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.goal import (
     MEAN,
@@ -54,12 +64,21 @@ from bitplan.searching.goal import (
 )
 from bitplan.searching.kv_evidence import JointMeter as JointMeter
 from bitplan.searching.kv_evidence import KVShapes, dtype_of, gather_kv, watch_kv
-from bitplan.searching.memory_probe import PROBE_KEYS, MemoryProbe, Reserve
+from bitplan.searching.memory_probe import MemoryProbe, Reserve, TokenTimes
 from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, hurt_kind, kl_by_kind, summary_of
 from bitplan.searching.run import PLAN, Searcher, SearchOptions, best_of, solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of
 from bitplan.searching.searched_model import SearchSubject, Text, prepare
 from bitplan.searching.solver import RivalPlan, Solution, solve
+from bitplan.searching.two_memories import (
+    USUAL_BITS,
+    best_split,
+    crossing_first,
+    place_goal,
+    scale_bytes,
+    uniform_formats,
+    with_places,
+)
 
 KV_EVIDENCE, FIT = "kv_evidence.json", "fit.json"
 DOCUMENT, VERSION = "bitplan-fit", 1
@@ -77,6 +96,8 @@ class FitGoal:
     context  of a text, prompt and answer together
     target   the engine that it shall run in
     kinds    of text of several kinds what counts, as in `Goal`
+    ram      bytes of the host's memory, where weights may wait for which `memory`, the GPU's, has no room
+    ms       that a token may take then; unless given, as long as a usual uniform format with its best split
     """
 
     memory: int
@@ -85,13 +106,23 @@ class FitGoal:
     device: str = "cpu"
     target: str = "bitplan"
     kinds: Kinds = MEAN
+    ram: int | None = None
+    ms: float | None = None
 
     def __post_init__(self) -> None:
         engine_of(self.target)
         check_kinds(self.kinds)
-        for name in ("memory", "context", "batch"):
-            if getattr(self, name) < 1:
-                raise GoalError(f"the goal must be above 0, got {getattr(self, name)}", settings={name: None})
+        for name in ("memory", "context", "batch", "ram", "ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < math.inf:
+                raise GoalError(f"the goal must be above 0, got {value}", settings={name: None})
+        if self.ram is not None and self.target != "bitplan":
+            raise GoalError(
+                f"two memories are for models that run in bitplan, and this is for {self.target}",
+                settings={"ram": None},
+            )
+        if self.ms is not None and self.ram is None:
+            raise GoalError("a time is a goal beside the host's memory", settings={"ram": "64GB"})
 
     @property
     def engine(self) -> EngineMemory:
@@ -103,30 +134,45 @@ class FitGoal:
         return "float32" if self.engine.overhead is None and device(self.device).type == "cpu" else None
 
     @property
+    def on_gpu(self) -> bool:
+        """Whether bitplan runs it on a GPU, beside whose weights scales lie in their kernels' order."""
+        return self.engine.overhead is None and device(self.device).type == "cuda"
+
+    @property
     def of_bytes(self) -> Goal:
         """What the solver is asked for."""
         return Goal(nbytes=self.memory, kinds=self.kinds)
 
     def to_dict(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "kinds"} | kinds_document(self.kinds)
+        given = {name: value for name, value in vars(self).items() if name != "kinds" and value is not None}
+        return given | kinds_document(self.kinds)
 
     def __str__(self) -> str:
         batch = f", {self.batch} texts at once" if self.batch > 1 else ""
         place = f"on {self.device}" if self.engine.overhead is None else f"in {self.target}"
         kinds = f", {kinds_text(self.kinds)}" if self.kinds != MEAN else ""
-        return f"{self.memory:,} bytes, {self.context:,} tokens of context{batch}, {place}{kinds}"
+        ram = "" if self.ram is None else f" and {self.ram:,} on the host"
+        time = "" if self.ms is None else f", {self.ms:g} ms a token"
+        return f"{self.memory:,} bytes{ram}, {self.context:,} tokens of context{batch}, {place}{time}{kinds}"
 
 
 # ---- one problem -----------------------------------------------------------------------------------------------------
 
 
-def joint_evidence(weights: SearchEvidence, kv: SearchEvidence, goal: FitGoal, reserved: int) -> SearchEvidence:
-    """Groups of both in bytes of memory, so that the bytes of a choice are all that the running model takes."""
+def joint_evidence(
+    weights: SearchEvidence, kv: SearchEvidence, goal: FitGoal, reserved: int, times: TokenTimes | None = None
+) -> SearchEvidence:
+    """Groups of both in bytes of memory, so that the bytes of a choice are all that the running model takes.
+
+    times   of a token, where the goal has two memories: then each format may lie in either
+    """
     wide, engine = goal.dtype, goal.engine
 
     def in_memory(fmt: str, cost: FormatCost, group: TensorGroup) -> FormatCost:
-        if wide is None or not get_format(weight_format(fmt)).is_cast:
-            return cost
+        stored = weight_format(fmt)
+        if wide is None or not get_format(stored).is_cast:
+            shapes = (shape for shape, _ in group.tensors.values())
+            return replace(cost, nbytes=cost.nbytes + scale_bytes(stored, shapes, on_gpu=goal.on_gpu))
         return replace(cost, nbytes=group.numbers * ITEM_BYTES[wide])
 
     groups = {
@@ -147,7 +193,8 @@ def joint_evidence(weights: SearchEvidence, kv: SearchEvidence, goal: FitGoal, r
             for fmt, cost in group.formats.items()
         }
         groups[name] = replace(group, formats=formats)
-    return replace(weights, groups=groups, stays=stays, proven=[], aims=aims_of(goal.kinds, weights.kinds))
+    joint = replace(weights, groups=groups, stays=stays, proven=[], aims=aims_of(goal.kinds, weights.kinds))
+    return joint if times is None or goal.ram is None else with_places(joint, times, goal)
 
 
 def _kept(kv: SearchEvidence) -> str:
@@ -158,7 +205,10 @@ def _kept(kv: SearchEvidence) -> str:
 
 @dataclass(frozen=True)
 class FitRow:
-    """A plan within the memory: its parts in bytes, what is predicted, and where it was measured, its figures."""
+    """A plan within the memory: its parts in bytes, what is predicted, and where it was measured, its figures.
+
+    Of two memories `host` are the bytes of weights in the host's, and `ms` what a token is predicted to take.
+    """
 
     label: str
     weights: int
@@ -166,6 +216,8 @@ class FitRow:
     predicted: float
     choice: Mapping[str, str]
     measured: Mapping[str, Any] = field(default_factory=dict)
+    host: int = 0
+    ms: float | None = None
 
     @property
     def kl(self) -> float | None:
@@ -183,15 +235,17 @@ class FitRow:
             "weights_bytes": self.weights,
             "kv_bytes": self.kv,
             "predicted": self.predicted,
+            **({} if self.ms is None else {"host_bytes": self.host, "ms": self.ms}),
             **self.measured,
             "choice": dict(self.choice),
         }
 
     @classmethod
     def from_document(cls, row: Mapping[str, Any]) -> FitRow:
-        rest = {key: value for key, value in row.items() if key not in _ROW_KEYS}
+        rest = {key: value for key, value in row.items() if key not in (*_ROW_KEYS, "host_bytes", "ms")}
         sizes = row["weights_bytes"], row["kv_bytes"]
-        return cls(row["label"], *sizes, row["predicted"], row["choice"], rest)
+        placed = row.get("host_bytes", 0), row.get("ms")
+        return cls(row["label"], *sizes, row["predicted"], row["choice"], rest, *placed)
 
 
 @dataclass
@@ -259,20 +313,37 @@ def _without_picture(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _plan_of(weights: SearchEvidence, kv: SearchEvidence, choice: Mapping[str, str]) -> tuple[Plan, KVFormats]:
     """The plan of a joint choice: tensors with their reasons, and a part for every layer's keys and values."""
-    tensors = explain_plan(weights, {name: fmt for name, fmt in choice.items() if name in weights.groups})
-    formats = kv_of_choice(choice)
+    chosen = {name: fmt.removesuffix("@host") for name, fmt in choice.items() if name in weights.groups}
+    tensors, formats = explain_plan(weights, chosen), kv_of_choice(choice)
+    waiting = {tensor for name in chosen if is_in_host(choice[name]) for tensor in weights.groups[name].tensors}
     reasons = {
         part: f"{group.nats(choice[name]):.3g} nats, {group.formats[choice[name]].nbytes} bytes a token, as measured"
         for name, group in kv.groups.items()
         for part in group.tensors
     }
-    return Plan({**tensors.entries, **formats.entries(reasons)}, padding=tensors.padding), formats
+    entries = {
+        name: replace(entry, choice=replace(entry.choice, place="host")) if name in waiting else entry
+        for name, entry in tensors.entries.items()
+    }
+    return Plan({**entries, **formats.entries(reasons)}, padding=tensors.padding), formats
 
 
-def _row(joint: SearchEvidence, kv: SearchEvidence, label: str, choice: Mapping[str, str]) -> FitRow:
+def _row(
+    joint: SearchEvidence,
+    kv: SearchEvidence,
+    label: str,
+    choice: Mapping[str, str],
+    goal: FitGoal,
+    times: TokenTimes | None = None,
+) -> FitRow:
     in_kv = sum(joint.groups[name].formats[choice[name]].nbytes for name in kv.groups)
     whole = joint.nbytes(choice) - joint.stays[RESERVED].nbytes
-    return FitRow(label, whole - in_kv, in_kv, joint.predict(choice), choice)
+    row = FitRow(label, whole - in_kv, in_kv, joint.predict(choice), choice)
+    if times is None or goal.ram is None:
+        return row
+    products = joint.microseconds(choice, goal.batch)
+    assert products is not None
+    return replace(row, host=joint.host_bytes(choice), ms=times.token_us(products) / 1e3)
 
 
 def landscape(
@@ -289,7 +360,7 @@ def landscape(
                 found = solve(joint, replace(goal, memory=memory).of_bytes, gap=PICTURE_GAP)
             except GoalError:
                 continue
-            row = _row(joint, kv, JOINT, found.choice)
+            row = _row(joint, kv, JOINT, found.choice, goal)
             sizes = {"weights_bytes": row.weights, "kv_bytes": row.kv}
             points.append({"memory": memory, "context": context, "predicted": row.predicted, **sizes})
     return points
@@ -306,7 +377,7 @@ def _within(joint: SearchEvidence, kv: SearchEvidence, goal: FitGoal) -> None:
 def _refuse_below(model: str, goal: FitGoal, weights: int, in_kv: int, reserved: int) -> None:
     """Refuse a memory below the smallest plan's, by what that takes, and by the context that there is room for."""
     needed = weights + in_kv + reserved
-    if needed <= goal.memory:
+    if needed <= goal.memory + (goal.ram or 0) and in_kv + reserved <= goal.memory:
         return
     shorter = int(goal.context * (goal.memory - weights - reserved) / max(1, in_kv))
     hint = f"; with this memory a context of about {shorter:,} tokens fits" if shorter >= 2 else ""
@@ -395,16 +466,21 @@ class _Fitter:
             self.folder.mkdir(parents=True, exist_ok=True)
         how.note(searcher.needs())
         near = max(least, min(goal.memory - probe.nbytes - in_kv, self.subject.stored.nbytes - 1))
+        if goal.ram is not None:  # where time is what is short, as large as what it is compared with
+            numbers = sum(parameter.numel() for parameter in self.subject.model.parameters())
+            near = max(near, min(int(numbers * USUAL_BITS / 8), self.subject.stored.nbytes - 1))
         weights, _ = searcher.collect(Goal(nbytes=near, kinds=goal.kinds))
         meter = searcher.meter_on(searcher.text.checks, searcher.text.check_kinds)
         kv = self._kv(weights, meter)
-        joint = joint_evidence(weights, kv, goal, probe.nbytes)
+        joint = joint_evidence(weights, kv, goal, probe.nbytes, probe.times)
         _within(joint, kv, goal)
-        solution, _, _ = solve_and_correct(joint, goal.of_bytes, meter, searcher.stage)
+        limit = _limit(joint, goal, probe)
+        solution, _, _ = solve_and_correct(joint, limit, meter, searcher.stage)
         _take_corrections(joint, weights, kv)
-        result = self._prove(weights, kv, joint, solution, probe)
+        result = self._prove(weights, kv, joint, limit, solution, probe)
         if self.folder is not None:
-            result.landscape = landscape(weights, kv, goal, reserve.estimate)
+            if goal.ram is None:
+                result.landscape = landscape(weights, kv, goal, reserve.estimate)
             searcher._save_corrected(weights)
             kv.save(self.folder / KV_EVIDENCE)
             result.save(self.folder)
@@ -445,12 +521,18 @@ class _Fitter:
         weights: SearchEvidence,
         kv: SearchEvidence,
         joint: SearchEvidence,
+        limit: Goal,
         solution: Solution,
         probe: MemoryProbe,
     ) -> FitResult:
         """Measure the joint plan, and weights by the same solver beside fixed keys and values, on held-out text."""
-        limit, engine = self.goal.of_bytes, self.goal.engine
-        plans, missing = [RivalPlan(JOINT, "plan", solution.choice)], []
+        engine, goal, times = self.goal.engine, self.goal, probe.times
+        plans, missing = [RivalPlan(JOINT, "plan", _placed(joint, goal, solution.choice))], []
+        if goal.ram is not None:
+            for fmt in _compared(joint, solution.choice):
+                with suppress(GoalError):  # too large for both memories
+                    split = best_split(joint, fmt, limit)
+                    plans.append(RivalPlan(f"{fmt} for all", "uniform", _placed(joint, goal, split.choice)))
         for label, fmt in {"K and V as they are": _kept(kv), "K and V in 8 bits": [*engine.formats][-1]}.items():
             try:
                 choice = solve(joint, limit, force=dict.fromkeys(kv.groups, fmt)).choice
@@ -460,11 +542,14 @@ class _Fitter:
             if choice == solution.choice:
                 missing.append(f"{label}: that is the {JOINT}")
             else:
-                plans.append(RivalPlan(label, "heuristic", choice))
+                plans.append(RivalPlan(label, "heuristic", _placed(joint, goal, choice)))
         _, floor = self.searcher.reference
         measured = self.searcher.measured(joint, plans)
         winner = best_of(joint, limit, measured[0], measured[1:], by_gradients=False)
-        rows = [replace(_row(joint, kv, each.label, each.choice), measured=self._figures(each)) for each in measured]
+        rows = [
+            replace(_row(joint, kv, each.label, each.choice, goal, times), measured=self._figures(each))
+            for each in measured
+        ]
         row = rows[measured.index(winner)]
         plan, formats = _plan_of(weights, kv, row.choice)
         assert floor.against is not None
@@ -474,6 +559,30 @@ class _Fitter:
     def _figures(self, plan: MeasuredPlan) -> dict[str, Any]:
         by_kind = kl_by_kind(plan.quality, self.searcher.text.kinds)
         return summary_of(plan.quality) | ({"kinds": by_kind} if by_kind else {})
+
+
+def _limit(joint: SearchEvidence, goal: FitGoal, probe: MemoryProbe) -> Goal:
+    """What the solver is asked for: bytes, or bytes in both memories and a time."""
+    if goal.ram is None:
+        return goal.of_bytes
+    assert probe.times is not None
+    return place_goal(joint, probe.times, goal, goal.of_bytes)
+
+
+def _placed(joint: SearchEvidence, goal: FitGoal, choice: Mapping[str, str]) -> Mapping[str, str]:
+    return choice if goal.ram is None else crossing_first(joint, choice)
+
+
+def _compared(joint: SearchEvidence, choice: Mapping[str, str]) -> list[str]:
+    """The uniform formats around a plan's bits: with as many or more, and with fewer."""
+    held = {
+        name: fmt for name, fmt in choice.items() if in_host(fmt.removesuffix("@host")) in joint.groups[name].formats
+    }
+    numbers = sum(joint.groups[name].numbers for name in held)
+    bits = sum(joint.groups[name].numbers * bits_of(fmt) for name, fmt in held.items()) / max(1, numbers)
+    formats = sorted(uniform_formats(joint), key=lambda fmt: (bits_of(fmt), fmt))
+    above = [fmt for fmt in formats if bits_of(fmt) >= bits][:1]
+    return [*[fmt for fmt in formats if bits_of(fmt) < bits][-1:], *above]
 
 
 def _take_corrections(joint: SearchEvidence, *parts: SearchEvidence) -> None:
@@ -487,6 +596,7 @@ def _take_corrections(joint: SearchEvidence, *parts: SearchEvidence) -> None:
 
 
 _GOAL_KEYS = {"memory": SIZE, "context": SIZE, "batch": SIZE, "device": TEXT, "target": TEXT}
+_GOAL_MAY = {"ram": SIZE, "ms": NUMBER}
 _CHOICE = Kind("an object of groups to formats", lambda item: type(item) is dict and all(map(is_text, item.values())))
 _ROW_KEYS = {"label": TEXT, "weights_bytes": SIZE, "kv_bytes": SIZE, "predicted": NUMBER, "choice": _CHOICE}
 _FIT_KEYS = {"model": TEXT, "plan": OBJECT, "measured": LIST, "missing": LIST, "tokens": SIZE, "gap": NUMBER}
@@ -504,8 +614,8 @@ def read_fit(path: str | Path) -> dict[str, Any]:
     for number, one in enumerate([document, *document["earlier"]]):
         where = f"earlier[{number - 1}]." if number else ""
         reader.keys(where.rstrip("."), one, _FIT_KEYS, (*_FIT_KEYS, "goal", "probe"))
-        reader.keys(f"{where}goal", one["goal"], _GOAL_KEYS, tuple(_GOAL_KEYS))
-        reader.keys(f"{where}probe", one["probe"], PROBE_KEYS, tuple(PROBE_KEYS))
+        reader.keys(f"{where}goal", one["goal"], _GOAL_KEYS | _GOAL_MAY, tuple(_GOAL_KEYS))
+        MemoryProbe.from_document(one["probe"], reader, f"{where}probe")
         for row in (one["plan"], *one["measured"]):
             reader.keys(f"{where}plan", row, _ROW_KEYS, tuple(_ROW_KEYS))
     return document
@@ -533,12 +643,19 @@ def plan_fit(folder: str | Path, goal: FitGoal) -> FitResult:
             settings={"target": document["goal"]["target"], "out": None},
         )
     probe = Reserve(document["model"], goal, place).at(goal.context)
-    joint = joint_evidence(weights, kv, goal, probe.nbytes)
+    joint = joint_evidence(weights, kv, goal, probe.nbytes, probe.times)
     _within(joint, kv, goal)
-    solution = solve(joint, goal.of_bytes)
-    row = _row(joint, kv, JOINT, solution.choice)
+    limit = _limit(joint, goal, probe)
+    solution = solve(joint, limit)
+    row = _row(joint, kv, JOINT, _placed(joint, goal, solution.choice), goal, probe.times)
+    rows = [row]
+    if goal.ram is not None:
+        for fmt in _compared(joint, row.choice):
+            with suppress(GoalError):  # too large for both memories
+                split = _placed(joint, goal, best_split(joint, fmt, limit).choice)
+                rows.append(_row(joint, kv, f"{fmt} for all", split, goal, probe.times))
     return FitResult(
-        goal, *_plan_of(weights, kv, row.choice), row, [row], solution, probe, weights.model, weights.numbers
+        goal, *_plan_of(weights, kv, row.choice), row, rows, solution, probe, weights.model, weights.numbers
     )
 
 
@@ -547,13 +664,16 @@ def _as_found(document: Mapping[str, Any], weights: SearchEvidence, kv: SearchEv
     groups = {**weights.groups, **kv.groups}
     for one in (document["plan"], *document["measured"]):
         choice = one["choice"]
-        if choice.keys() != groups.keys() or any(choice[name] not in groups[name].formats for name in groups):
+        if choice.keys() != groups.keys() or any(
+            choice[name].removesuffix("@host") not in groups[name].formats for name in groups
+        ):
             raise EvidenceFileError(
                 f"{FIT}: {one['label']!r:.80} has not one format of every group: fit the model again"
             )
     row, *rows = (FitRow.from_document(one) for one in (document["plan"], *document["measured"]))
     whole = row.weights + row.kv + document["probe"]["nbytes"]
     solution = Solution(row.choice, row.predicted, whole, None, document["bound"], document["gap"])
-    known = (*_plan_of(weights, kv, row.choice), row, rows, solution, MemoryProbe(**document["probe"]))
+    probe = MemoryProbe.from_document(document["probe"], Reader(FIT, EvidenceFileError), "probe")
+    known = (*_plan_of(weights, kv, row.choice), row, rows, solution, probe)
     rest = (document["missing"], document["noise_floor"], document["tokens"], document.get("landscape", []))
     return FitResult(goal, *known, weights.model, weights.numbers, *rest)

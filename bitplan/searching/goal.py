@@ -99,6 +99,8 @@ class Goal:
     max_kl    nats a token from the model; alone it asks for the fewest bytes
     faster    times BF16's speed, by times measured at `rows` rows
     kinds     of text of several kinds what counts: "mean", "worst", or how much each does, in their order
+    host      bytes in the host's memory, where a plan is for two; then `nbytes` are those on the GPU
+    us        microseconds of all groups at `rows` rows; with `max_kl` instead, the plan is the fastest within it
     """
 
     bits: float | None = None
@@ -107,6 +109,8 @@ class Goal:
     faster: float | None = None
     rows: int = 1
     kinds: Kinds = MEAN
+    host: int | None = None
+    us: float | None = None
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds)
@@ -134,6 +138,16 @@ class Goal:
     def asks_for_fewest_bytes(self) -> bool:
         """Whether nothing but a distance is given."""
         return self.bits is None and self.nbytes is None and self.faster is None
+
+    @property
+    def asks_for_least_time(self) -> bool:
+        """Whether a plan for two memories may be as slow as it likes, within a distance."""
+        return self.host is not None and self.us is None and self.max_kl is not None
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether the times of formats count."""
+        return self.faster is not None or self.host is not None
 
     def to_dict(self) -> dict[str, Any]:
         given = {"bits": self.bits, "bytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}

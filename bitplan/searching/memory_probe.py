@@ -10,8 +10,11 @@ weights and the cache that it held, is the answer, with 2% more: what is asked f
 from __future__ import annotations
 
 import json
+import statistics
 import subprocess
 import sys
+import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bitplan.base.documents import LIST, SIZE, TEXT, Reader, load_document
+from bitplan.base.documents import LIST, NUMBER, OBJECT, SIZE, TEXT, Reader, load_document
 from bitplan.base.records import write_json
 from bitplan.searching.engine_memory import EngineMemory, Held
 from bitplan.searching.goal import EvidenceFileError, SearchError
@@ -27,28 +30,77 @@ from bitplan.searching.goal import EvidenceFileError, SearchError
 LAYERS, VOCABULARY, ROWS_AT_ONCE = 2, 512, 2048
 PROBE_S = 600.0
 MEMORY, DOCUMENT, VERSION = "memory.json", "bitplan-memory", 1
-PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE}
+PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE, "times": OBJECT}
+WIDE, NARROW, MORE_LAYERS = "int8_row", "mxfp4", 4  # formats and layers whose tokens are timed
+TIMED_TOKENS, WARM_TOKENS = 12, 4
+SHORTEST = 1e-7  # microseconds a byte: 10 TB/s
+CYCLES_A_SECOND = 2_000_000_000  # of a GPU that waits for its host
 MARGIN = 1.02  # two runs of one process differ by 1 to 1.5%
 
 
 @dataclass(frozen=True)
+class TokenTimes:
+    """What a token takes, in microseconds, for a context and batch on a device.
+
+    gpu_rate, bus_rate   bytes of weights that products read in a microsecond, on the GPU and over the bus
+    crossing             what a product takes more, beside its bytes, where its weights are on the host
+    rest                 of the GPU beside these bytes: starting products, attention, norms, the next token
+    launch               of the host, to launch all of it
+    chosen               the share of a layer's experts that a token goes through
+    """
+
+    gpu_rate: float
+    bus_rate: float
+    crossing: float
+    rest: float
+    launch: float
+    chosen: float = 1.0
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+    def token_us(self, products: float) -> float:
+        """A whole token, whose products take so long."""
+        return max(self.launch, self.rest + products)
+
+
+TIMES_KEYS = dict.fromkeys(("gpu_rate", "bus_rate", "crossing", "rest", "launch", "chosen"), NUMBER)
+
+
+@dataclass(frozen=True)
 class MemoryProbe:
-    """Bytes beside weights, keys and values, for a context and batch on a device."""
+    """Bytes beside weights, keys and values, for a context and batch on a device; and for two memories, times."""
 
     context: int
     batch: int
     device: str
     nbytes: int
+    times: TokenTimes | None = None
 
-    def is_of(self, context: int, batch: int, device: str) -> bool:
-        return (self.context, self.batch, self.device) == (context, batch, device)
+    def is_of(self, context: int, batch: int, device: str, *, timed: bool = False) -> bool:
+        same = (self.context, self.batch, self.device) == (context, batch, device)
+        return same and not (timed and self.times is None)
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def from_document(cls, probe: Mapping[str, Any], reader: Reader, where: str) -> MemoryProbe:
+        item = reader.keys(where, dict(probe), PROBE_KEYS, tuple(key for key in PROBE_KEYS if key != "times"))
+        times = item.get("times")
+        known = (
+            None if times is None else TokenTimes(**reader.keys(f"{where}.times", times, TIMES_KEYS, tuple(TIMES_KEYS)))
+        )
+        return cls(**item | {"times": known})
 
 
-def probe_memory(model: nn.Module | str | Path, context: int, batch: int, device: str = "cpu") -> MemoryProbe:
-    """Measure in a child process; `model` gives its config, or is the folder or GGUF file that has it."""
+def probe_memory(
+    model: nn.Module | str | Path, context: int, batch: int, device: str = "cpu", *, timed: bool = False
+) -> MemoryProbe:
+    """Measure in a child process; `model` gives its config, or is the folder or GGUF file that has it.
+
+    timed   how long a token takes, too, and bytes of weights in either memory
+    """
     config = config_of(model)
     request = {
         "config": config.to_dict(),
@@ -56,6 +108,7 @@ def probe_memory(model: nn.Module | str | Path, context: int, batch: int, device
         "context": context,
         "batch": batch,
         "device": device,
+        "timed": timed,
     }
     # The child imports the command line, as `bitplan generate` does.
     code = "import bitplan.cli.app; from bitplan.searching.memory_probe import run_probe; run_probe()"
@@ -67,7 +120,11 @@ def probe_memory(model: nn.Module | str | Path, context: int, batch: int, device
     if done.returncode or not lines:
         said = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
         raise SearchError(f"the memory beside weights could not be measured for {config.model_type}: {said[:300]}")
-    return MemoryProbe(context, batch, device, int(MARGIN * int(lines[-1])))
+    found = json.loads(lines[-1])
+    times = found.get("times")
+    return MemoryProbe(
+        context, batch, device, int(MARGIN * found["nbytes"]), None if times is None else TokenTimes(**times)
+    )
 
 
 def config_of(model: nn.Module | str | Path) -> Any:
@@ -93,6 +150,9 @@ class FitLike(Held, Protocol):
     @property
     def engine(self) -> EngineMemory: ...
 
+    @property
+    def ram(self) -> int | None: ...
+
 
 @dataclass
 class Reserve:
@@ -113,9 +173,11 @@ class Reserve:
             held = _HeldAtOnce(context, goal.batch)
             return MemoryProbe(context, goal.batch, goal.device, goal.engine.overhead(config_of(self.model), held))
         known = self._known()
-        found = next((one for one in known if one.is_of(context, goal.batch, goal.device)), None)
+        timed = goal.ram is not None
+        found = next((one for one in known if one.is_of(context, goal.batch, goal.device, timed=timed)), None)
         if found is None:
-            found = probe_memory(self.model, context, goal.batch, goal.device)
+            more = {"timed": True} if timed else {}
+            found = probe_memory(self.model, context, goal.batch, goal.device, **more)
             if self.folder is not None and self.writes:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 probes = [one.to_dict() for one in (*known, found)]
@@ -142,7 +204,7 @@ class Reserve:
         reader.version(document, VERSION)
         reader.keys("", document, {"document": TEXT, "version": SIZE, "probes": LIST}, ("probes",))
         return [
-            MemoryProbe(**reader.keys(f"probes[{number}]", probe, PROBE_KEYS, tuple(PROBE_KEYS)))
+            MemoryProbe.from_document(probe, reader, f"probes[{number}]")
             for number, probe in enumerate(document["probes"])
         ]
 
@@ -156,37 +218,26 @@ class _HeldAtOnce:
 def run_probe() -> None:
     """The child: reads a request, prints the bytes."""
     request = json.load(sys.stdin)
-    print(_measure(request["config"], request["model_type"], request["context"], request["batch"], request["device"]))
+    words = ("config", "model_type", "context", "batch", "device")
+    found: dict[str, Any] = {"nbytes": _measure(*(request[word] for word in words))}
+    if request["timed"]:
+        found["times"] = _measure_times(*(request[word] for word in words)).to_dict()
+    print(json.dumps(found))
 
 
 def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> int:
     import torch
-    import transformers
 
-    from bitplan.packed.apply_plan import apply_plan
-    from bitplan.packed.kv_cache import KVCache
     from bitplan.packed.language.generation import weight_bytes
     from bitplan.packed.language.token_steps import PIECE_TOKENS
-    from bitplan.packed.rounded_inputs import round_inputs
 
     place = torch.device(device)
     vocabulary = int(config.get("vocab_size") or VOCABULARY)
-    small = config | {"num_hidden_layers": LAYERS, "vocab_size": VOCABULARY, "dtype": None}
-    small |= dict.fromkeys(("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"))
-    if isinstance(config.get("layer_types"), list):
-        kinds = config["layer_types"]
-        small["layer_types"] = [kinds[0], next((kind for kind in kinds if kind != kinds[0]), kinds[0])]
-    made = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in small.items() if k != "model_type"})
-    model: Any = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False).eval()
-    apply_plan(model, "int8_row", unsupported="skip")
-    if place.type == "cpu":
-        round_inputs(model, "int8")
-    model.to(place)
+    model = _small_model(config, model_type, place, LAYERS, "int8_row")
     with torch.inference_mode():
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=place), use_cache=False)  # compiled loops
-        cache = KVCache(model.config, "int8")
         piece = min(PIECE_TOKENS, max(1, context - 1))
-        _fill(model, cache, batch, context - 1 - piece, place)
+        cache = _filled(model, batch, context - 1 - piece, place)
         _forget_peak(place)
         for length in (piece, 1):
             model(
@@ -196,7 +247,152 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
                 logits_to_keep=1,
             )
     logits = 3 * 4 * batch * (vocabulary - VOCABULARY)
-    return _peak(place) - weight_bytes(model) - cache.nbytes + max(0, logits)
+    held: int = weight_bytes(model) + cache.nbytes
+    return _peak(place) - held + max(0, logits)
+
+
+def _small_model(config: dict[str, Any], model_type: str, place: Any, layers: int, fmt: str) -> Any:
+    """The architecture with few layers, packed in one format, on a device; numbers have no meaning."""
+    import torch
+    import transformers
+
+    from bitplan.packed.apply_plan import apply_plan
+    from bitplan.packed.fused_projections import fuse_what_is_seen
+    from bitplan.packed.rounded_inputs import round_inputs
+
+    on_cpu = place.type == "cpu"
+    small = config | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": None}
+    small |= dict.fromkeys(("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"))
+    if isinstance(config.get("layer_types"), list):
+        kinds = config["layer_types"]
+        other = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
+        small["layer_types"] = [other if layer % 2 else kinds[0] for layer in range(layers)]
+    made = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in small.items() if k != "model_type"})
+    stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
+    dtype = torch.float32 if on_cpu else getattr(torch, stored)
+    with place:
+        model: Any = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False, dtype=dtype).eval()
+    model.to(place)
+    apply_plan(model, fmt, unsupported="skip")
+    if on_cpu:
+        round_inputs(model, "int8")
+    fuse_what_is_seen(model)
+    return model
+
+
+def _filled(model: Any, batch: int, tokens: int, place: Any) -> Any:
+    """A cache in 8 bits that holds so many tokens."""
+    from bitplan.packed.kv_cache import KVCache
+
+    cache = KVCache(model.config, "int8")
+    _fill(model, cache, batch, tokens, place)
+    return cache
+
+
+@dataclass(frozen=True)
+class _Token:
+    """Microseconds of a token: the device's work, the host's to launch it, and both until it is known."""
+
+    busy: float
+    launch: float
+    whole: float
+
+
+def _measure_times(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> TokenTimes:
+    """From tokens of models with few layers: in two formats, with weights in either memory, and with more layers."""
+    import torch
+
+    place = torch.device(device)
+    read: dict[str, float] = {}
+    tokens: dict[tuple[str, int, bool], _Token] = {}
+    products = 0
+    chosen = _chosen_share(config)
+    with torch.inference_mode():
+        for fmt, layers in ((WIDE, LAYERS), (NARROW, LAYERS), (WIDE, MORE_LAYERS)):
+            model = _small_model(config, model_type, place, layers, fmt)
+            cache = _filled(model, batch, context - 1 - 2 * TIMED_TOKENS, place)
+            tokens[fmt, layers, False] = _timed_token(model, cache, batch, place)
+            if layers == LAYERS:
+                read[fmt], products = _send_to_host(model, place, chosen, batch)
+                tokens[fmt, layers, True] = _timed_token(model, cache, batch, place)
+            del model, cache
+    few, many = tokens[WIDE, LAYERS, False], tokens[WIDE, MORE_LAYERS, False]
+    apart = read[WIDE] - read[NARROW]
+    gpu_us = max(0.0, (few.busy - tokens[NARROW, LAYERS, False].busy) / apart)
+    slower = {fmt: tokens[fmt, LAYERS, True].busy - tokens[fmt, LAYERS, False].busy for fmt in (WIDE, NARROW)}
+    bus_us = max(SHORTEST, gpu_us + (slower[WIDE] - slower[NARROW]) / apart)
+    crossing = max(0.0, (slower[NARROW] - read[NARROW] * (bus_us - gpu_us)) / products)
+    turn = max(0.0, many.whole - max(many.busy, many.launch))
+    more = (int(config["num_hidden_layers"]) - LAYERS) / (MORE_LAYERS - LAYERS)
+    rest_few, rest_many = few.busy - gpu_us * read[WIDE], many.busy - gpu_us * read[WIDE] * MORE_LAYERS / LAYERS
+    return TokenTimes(
+        1 / max(gpu_us, SHORTEST),
+        1 / bus_us,
+        crossing,
+        max(0.0, rest_few + more * (rest_many - rest_few)) + turn,
+        max(0.0, few.launch + more * (many.launch - few.launch)) + turn,
+        chosen,
+    )
+
+
+def _chosen_share(config: dict[str, Any]) -> float:
+    """The share of a layer's experts that a token goes through; 1 where there are none."""
+    counts = (config.get(name) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
+    experts = next((count for count in counts if isinstance(count, int) and count > 0), None)
+    chosen = config.get("num_experts_per_tok")
+    return 1.0 if experts is None or not isinstance(chosen, int) else min(1.0, chosen / experts)
+
+
+def _send_to_host(model: Any, place: Any, chosen: float, batch: int) -> tuple[float, int]:
+    """Let all multiplied weights lie in the host's memory; bytes of them that a token reads, and products with them."""
+    from bitplan.packed.host_weights import wait_in_host
+    from bitplan.packed.packed_weight import PackedWeight
+    from bitplan.packed.quant_embedding import QuantEmbedding
+
+    tables = {id(one.weight) for one in model.modules() if isinstance(one, QuantEmbedding)}
+    weights = {id(one): one for one in model.modules() if isinstance(one, PackedWeight) and id(one) not in tables}
+    read = 0.0
+    for weight in weights.values():
+        share = 1 - (1 - chosen) ** batch if len(weight.shape) == 3 else 1.0
+        read += share * weight.get_buffer("data").nbytes
+        wait_in_host(weight, place)
+    layers = [one for one in model.modules() if getattr(one, "joint", None) is not None and one.joint_at]
+    return read, len(weights) - len(layers)
+
+
+def _timed_token(model: Any, cache: Any, batch: int, place: Any) -> _Token:
+    """Medians of a few tokens; on a GPU its work is timed apart from the host's, which is ahead of it then."""
+    import torch
+
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=place)
+
+    def step() -> Any:
+        return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+
+    found: list[tuple[float, float, float]] = []
+    for turn in range(TIMED_TOKENS):
+        if place.type == "cpu":
+            started = time.perf_counter()
+            step().tolist()
+            seconds = time.perf_counter() - started
+            found.append((seconds, 0.0, seconds))
+            continue
+        torch.cuda.synchronize(place)
+        started = time.perf_counter()
+        made = step()
+        launched = time.perf_counter() - started
+        made.tolist()
+        whole = time.perf_counter() - started
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(int(CYCLES_A_SECOND * (2 * launched + 1e-3)))
+        begin.record()
+        step()
+        end.record()
+        torch.cuda.synchronize(place)
+        if turn >= WARM_TOKENS:
+            found.append((begin.elapsed_time(end) / 1e3, launched, whole))
+    medians = [1e6 * statistics.median(times) for times in zip(*found[-TIMED_TOKENS + WARM_TOKENS :], strict=True)]
+    return _Token(*medians)
 
 
 def _fill(model: Any, cache: Any, batch: int, tokens: int, place: Any) -> None:

@@ -143,7 +143,9 @@ FRONT_POINTS = 40
 GAP = 1e-6
 MOST_NODES = 200_000  # a limit on work and not on time, which would make answers differ between machines
 _SPAN = 1e4  # objectives are scaled to this: HiGHS stops at an absolute gap of 1e-6
-What = Literal["nats", "harm", "bytes", "us"]  # harm: nats, each group by its weight, on the worst of several aims
+What = Literal[
+    "nats", "harm", "bytes", "host", "us"
+]  # harm: nats, each group by its weight, on the worst of several aims
 
 
 @dataclass(frozen=True)
@@ -180,15 +182,19 @@ def solve(
     evidence: SearchEvidence, goal: Goal, *, force: Mapping[str, str] | None = None, gap: float = GAP
 ) -> Solution:
     """The best choice within the goal; `force` fixes groups to formats. A goal out of reach names the nearest one."""
-    problem = _Problem(evidence, goal.rows if goal.faster is not None else None, dict(force or {}))
+    problem = _Problem(evidence, goal.rows if goal.is_timed else None, dict(force or {}))
     limits: dict[What, float] = {}
     most_bytes = goal.most_bytes(evidence.numbers)
     if most_bytes is not None:
         limits["bytes"] = most_bytes
     if goal.faster is not None:
         limits["us"] = _reference_time(evidence, goal.rows) / goal.faster
-    objective: What = "harm" if limits else "bytes"
-    if goal.max_kl is not None and not limits:
+    if goal.host is not None:
+        limits["host"] = goal.host
+    if goal.us is not None:
+        limits["us"] = goal.us
+    objective: What = "us" if goal.asks_for_least_time else "harm" if limits else "bytes"
+    if goal.max_kl is not None and objective != "harm":
         limits["nats"] = goal.max_kl
     found = problem.best(objective, limits, gap)
     if found is None:
@@ -219,6 +225,10 @@ def within(evidence: SearchEvidence, goal: Goal, choice: Mapping[str, str], kl: 
     """Whether a plan with this measured KL is within the goal."""
     most = goal.most_bytes(evidence.numbers)
     if most is not None and evidence.nbytes(choice) > most:
+        return False
+    if goal.host is not None and evidence.host_bytes(choice) > goal.host:
+        return False
+    if goal.us is not None and (evidence.microseconds(choice, goal.rows) or 0.0) > goal.us:
         return False
     if goal.faster is not None:
         us = evidence.microseconds(choice, goal.rows)
@@ -305,6 +315,8 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
     assert smallest is not None
     if "bytes" in limits and smallest.nbytes > limits["bytes"]:
         return size_out_of_reach(goal, smallest.nbytes, evidence.numbers)
+    if goal.host is not None:
+        return _nearest_in_two(problem, goal, limits)
     if "us" in limits:
         within: dict[What, float] = {"bytes": limits["bytes"]} if "bytes" in limits else {}
         fastest = problem.best("us", within, GAP)
@@ -319,6 +331,28 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
         f"{_size(evidence.numbers, best.nbytes)}; allow larger formats, or more",
         settings={"max_kl": float(f"{1.001 * best.nats:.4g}")},
     )
+
+
+def _nearest_in_two(problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> str:
+    """Which goal could be reached in two memories."""
+    memories: dict[What, float] = {what: limits[what] for what in ("bytes", "host") if what in limits}
+    fastest = problem.best("us", memories, GAP)
+    if fastest is None:
+        needed = problem.best("host", {"bytes": limits["bytes"]}, GAP)
+        assert needed is not None
+        host = problem.evidence.host_bytes(needed.choice)
+        return (
+            f"no plan lies in {limits['bytes']:,.0f} bytes on the GPU and {limits['host']:,.0f} on the host; beside a "
+            f"full GPU the smallest takes {host:,} on the host; raise either, or allow smaller formats"
+        )
+    if goal.us is not None:
+        return (
+            f"no plan takes {goal.us / 1e3:.2f} ms for the products of a token; the fastest in these memories takes "
+            f"{(fastest.us or 0.0) / 1e3:.2f}; allow more time, or give the GPU more memory"
+        )
+    best = problem.best("nats", memories, GAP)
+    assert best is not None
+    return f"no plan in these memories has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}"
 
 
 @contextmanager
@@ -339,7 +373,7 @@ class _Problem:
     """The evidence as vectors over pairs of group and format; pairs that another of their group beats are left out."""
 
     def __init__(self, evidence: SearchEvidence, rows: int | None, force: Mapping[str, str]) -> None:
-        self._evidence, self._rows = evidence, rows
+        self.evidence, self._rows = evidence, rows
         if rows is not None:
             _reference_time(evidence, rows)  # raises where there are no times
         unknown = [name for name in force if name not in evidence.groups]
@@ -354,6 +388,7 @@ class _Problem:
         self._costs: dict[What, list[float]] = {
             "nats": [evidence.nats(name, fmt) for name, fmt in self._pairs],
             "bytes": [float(evidence.groups[name].formats[fmt].nbytes) for name, fmt in self._pairs],
+            "host": [float(evidence.groups[name].formats[fmt].host) for name, fmt in self._pairs],
         }
         self._harms = list(zip(*(evidence.harms(name, fmt) for name, fmt in self._pairs), strict=True))
         if rows is not None:
@@ -361,7 +396,7 @@ class _Problem:
 
     def _undominated(self, name: str, formats: Sequence[str]) -> list[str]:
         """Formats that no other of the group beats in everything; of equals the first stays."""
-        group = self._evidence.groups[name]
+        group = self.evidence.groups[name]
         if self._rows is not None:
             formats = [fmt for fmt in formats if self._rows in group.formats[fmt].us]
             if not formats:
@@ -369,7 +404,7 @@ class _Problem:
 
         def costs(fmt: str) -> tuple[float, ...]:
             cost = group.formats[fmt]
-            return (group.nats(fmt), cost.nbytes, *(() if self._rows is None else (cost.us[self._rows],)))
+            return (group.nats(fmt), cost.nbytes, cost.host, *(() if self._rows is None else (cost.us[self._rows],)))
 
         kept = []
         for index, fmt in enumerate(formats):
@@ -388,18 +423,20 @@ class _Problem:
         """The choice that costs least within the limits, None where there is none."""
         tightened = dict(limits)
         if "bytes" in tightened:
-            tightened["bytes"] -= self._evidence.staying_bytes
+            tightened["bytes"] -= self.evidence.staying_bytes
         for _ in range(8):  # HiGHS keeps rows to a millionth; bytes are kept exactly
             solved = self._solve(objective, tightened, gap)
             if solved is None:
                 return None
             choice, bound, distance = solved
-            nbytes = self._evidence.nbytes(choice)
-            over = nbytes - limits["bytes"] if "bytes" in limits else 0
-            if over <= 0:
-                us = None if self._rows is None else self._evidence.microseconds(choice, self._rows)
-                return Solution(choice, self._evidence.predict(choice), nbytes, us, bound, distance)
-            tightened["bytes"] -= over
+            nbytes = self.evidence.nbytes(choice)
+            held: dict[What, int] = {"bytes": nbytes, "host": self.evidence.host_bytes(choice)}
+            over = {what: held[what] - limits[what] for what in held if what in limits and held[what] > limits[what]}
+            if not over:
+                us = None if self._rows is None else self.evidence.microseconds(choice, self._rows)
+                return Solution(choice, self.evidence.predict(choice), nbytes, us, bound, distance)
+            for what, more in over.items():
+                tightened[what] -= more
         return None
 
     def _solve(
@@ -412,7 +449,7 @@ class _Problem:
         costs = aims[0]
         # Of several aims the largest is one more variable, after the pairs, and all that is to be small.
         more = numpy.zeros(int(len(aims) > 1))
-        names = list(self._evidence.groups)
+        names = list(self.evidence.groups)
         rows = numpy.array([names.index(name) for name, _ in self._pairs])
         one_each = (rows[None, :] == numpy.arange(len(names))[:, None]).astype(float)
         constraints = [optimize.LinearConstraint(_widened(one_each, len(more)), 1, 1)]

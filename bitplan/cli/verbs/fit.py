@@ -24,6 +24,10 @@ def fit(
         list[Path] | None,
         typer.Option(metavar="FILE", help="Text of the kind the model is for, or .jsonl of chats; several: kinds."),
     ] = None,
+    ram: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Of the host, where weights may wait; --memory is the GPU's.")
+    ] = None,
+    ms: Annotated[float | None, typer.Option(help="What a token may take, with --ram.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once, each of this context.")] = 1,
     runtime: Annotated[
         str, typer.Option("--for", metavar="RUNTIME", help="Where the model shall run: bitplan, llama.cpp or vllm.")
@@ -59,6 +63,7 @@ def fit(
     from bitplan.searching.goal import GoalError, parse_bytes, parse_kinds, parse_tokens
 
     limit, tokens, counted = parse_bytes(memory, "memory"), parse_tokens(context), parse_kinds(kinds)
+    host = None if ram is None else parse_bytes(ram, "ram")
     engine_of(runtime)
     names = None if formats is None else [name.strip() for name in formats.split(",")]
     if not text and not plan_only:
@@ -75,7 +80,7 @@ def fit(
     note = (lambda _line: None) if as_json else say
     result = run_fit(
         model,
-        goal=FitGoal(limit, tokens, batch, device, runtime, counted),
+        goal=FitGoal(limit, tokens, batch, device, runtime, counted, host, ms),
         text=content,
         held_out=proof,
         formats=names,
@@ -101,6 +106,7 @@ def show_fit(result: FitResult, out: Path) -> None:
         {
             "plan": row.label,
             "weights": human_bytes(row.weights),
+            **({} if row.ms is None else {"on the host": human_bytes(row.host), "ms a token": f"{row.ms:.2f}"}),
             "K and V": human_bytes(row.kv),
             "predicted KL": f"{row.predicted:.5f}",
             "KL": "not measured" if row.kl is None else f"{row.kl:.5f}",
@@ -114,7 +120,8 @@ def show_fit(result: FitResult, out: Path) -> None:
         say(line)
     say(
         f"memory: {human_bytes(result.needed)} of {human_bytes(result.goal.memory)}: weights "
-        f"{human_bytes(result.row.weights)} ({8 * result.row.weights / result.numbers:.2f} bits a weight), K and V "
+        f"{human_bytes(result.row.weights)} ({8 * (result.row.weights + result.row.host) / result.numbers:.2f} bits a "
+        f"weight{'' if result.row.ms is None else ' in both memories'}), K and V "
         f"{human_bytes(result.row.kv)} ({result.kv}), workspace and overhead {human_bytes(result.probe.nbytes)}"
     )
     if result.noise_floor is not None:

@@ -59,6 +59,7 @@ from bitplan.packed.checkpoints.tensor_sources import (
     shortened,
 )
 from bitplan.packed.fused_projections import fuse_what_is_seen
+from bitplan.packed.host_weights import wait_in_host
 from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import INPUTS, check_strategy
@@ -152,7 +153,7 @@ def load_packed(
         if check == "deep":
             _refuse_bad_numbers(file)
         allocated = _start_counting(place)
-        values = read_values(target, assignment, file, place, dtypes, may_round=dtype is not None)
+        values = read_values(target, assignment, file, place, dtypes, plan=plan, may_round=dtype is not None)
         parameters = make_parameters(target, values)
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
         rounded = folder_inputs(config, plan) if inputs is None else inputs
@@ -228,7 +229,7 @@ def decide(
     assignment = assign(model, file, where)
     _check_layers(model, assignment, file, where)
     dtypes = plain_types(model, dtype)
-    _check_room(where, _needed_bytes(model, assignment, file, dtypes), device)
+    _check_room(where, _needed_bytes(model, assignment, file, dtypes, plan), device)
     return assignment, dtypes
 
 
@@ -399,12 +400,21 @@ def _check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, wh
         )
 
 
-def _needed_bytes(model: nn.Module, assignment: Assignment, file: TensorFile, dtypes: Dtypes) -> int:
-    """The bytes that the model will take: packed tensors in their format, others in their type of `dtypes`."""
+def _waits(recipe: TensorRecipe, plan: Plan | None) -> bool:
+    """Whether a plan lets a tensor lie in the host's memory."""
+    return plan is not None and all(
+        piece.name in plan and plan[piece.name].place is not None for piece in recipe.pieces
+    )
+
+
+def _needed_bytes(model: nn.Module, assignment: Assignment, file: TensorFile, dtypes: Dtypes, plan: Plan | None) -> int:
+    """The bytes that the model will take on its device: packed tensors in their format, others in their type."""
     tensors = model.state_dict()
     total = 0
     for recipe in assignment.recipes:
         fmt = recipe.format_in(file)
+        if fmt is not None and _waits(recipe, plan):
+            continue
         if fmt is not None:
             total += sum(get_format(fmt).nbytes(file.spec(piece.name).shape) for piece in recipe.pieces)
         else:
@@ -472,16 +482,22 @@ def read_values(
     device: torch.device,
     dtypes: Dtypes,
     *,
+    plan: Plan | None,
     may_round: bool,
 ) -> dict[str, Value]:
     """Every tensor of the model by name, on the device; tied names give the same object.
 
+    plan        which packed tensors lie in the host's memory instead
     may_round   plain numbers that their type cannot hold are rounded; otherwise they are an error
     """
     values: dict[str, Value] = {}
     tensors = model.state_dict()
     with on_failure(values.clear):  # the traceback keeps this frame, and would keep the memory
         for recipe in assignment.recipes:
+            if recipe.format_in(file) is not None and _waits(recipe, plan):
+                weight = PackedWeight(_read_packed(recipe, file, torch.device("cpu")))
+                values[recipe.targets[0]] = wait_in_host(weight, device)
+                continue
             if recipe.format_in(file) is not None:
                 values[recipe.targets[0]] = PackedWeight(_read_packed(recipe, file, device))
                 continue

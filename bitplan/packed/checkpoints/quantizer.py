@@ -170,7 +170,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         biases = {f"{owner}.bias": bias for owner, bias in unfilled.items() if bias is not None}
         assert self._file is not None
         with self._file as file:
-            values = read_values(model, self._packed, file, self._device, self._dtypes, may_round=True)
+            values = read_values(model, self._packed, file, self._device, self._dtypes, plan=self._plan, may_round=True)
             layers = make_layers(
                 self._layers.__getitem__, values, biases, strategy="auto", cache=None, dtypes=self._dtypes
             )

@@ -1,0 +1,176 @@
+"""Which weights lie on the GPU and which in the host's memory, and in which format: one problem, by measured times.
+
+A packed weight in the host's memory is read by the GPU over the bus whenever its product runs (`packed.host_weights`).
+So a choice is a format and a place (`mxfp4`, or `mxfp4@host`), with bytes in either memory and a time:
+
+    on the GPU     bytes that are read / `gpu_rate`
+    on the host    `crossing` + bytes that are read / `bus_rate`; its scales, as kernels read them, lie on the GPU
+    an embedding   reads one row, so it takes no time anywhere; of experts the share is read that tokens choose
+
+A token takes the sum of these and `rest`, but no less than the host needs to launch it: `launch`. All of them were
+measured on the device that the model shall run on (`memory_probe`). The solver keeps to both memories, and to a
+time: that of `FitGoal.ms`, or else that of the uniform format next to `USUAL_BITS` with its best split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Protocol
+
+from bitplan.formats import get_format
+from bitplan.searching.evidence import (
+    FormatCost,
+    SearchEvidence,
+    TensorGroup,
+    bits_of,
+    in_host,
+    input_of,
+    is_in_host,
+    place_of,
+    weight_format,
+)
+from bitplan.searching.goal import Goal, GoalError
+from bitplan.searching.memory_probe import TokenTimes
+from bitplan.searching.solver import Solution, solve
+
+USUAL_BITS = 4.5
+ANY_KL = 1e9
+SPLIT_GAP = 1e-3  # of a uniform format's best split: layers are alike there, and a proof would take long
+
+
+class TwoMemories(Protocol):
+    """The goal of a fit, as far as two memories go."""
+
+    @property
+    def memory(self) -> int: ...
+
+    @property
+    def ram(self) -> int | None: ...
+
+    @property
+    def ms(self) -> float | None: ...
+
+    @property
+    def batch(self) -> int: ...
+
+    @property
+    def on_gpu(self) -> bool: ...
+
+
+def scale_bytes(fmt: str, shapes: Iterable[tuple[int, ...]], *, on_gpu: bool) -> int:
+    """Bytes of scales in a kernel's order, which lie on a GPU beside weights that are multiplied as they are packed."""
+    if not on_gpu or get_format(fmt).is_cast:
+        return 0
+    from bitplan.packed.products.fused_weights import arranged_bytes
+
+    return sum(arranged_bytes(get_format(fmt), shape) for shape in shapes)
+
+
+def with_places(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories) -> SearchEvidence:
+    """Groups with a candidate for each format and place, and times; keys and values stay on the GPU."""
+    lookups, groups = _lookups(joint), {}
+    for name, group in joint.groups.items():
+        share = _share_read(group, times, goal.batch)
+        is_weight = all(role != "kv" for _, role in group.tensors.values())
+        shapes = [shape for shape, _ in group.tensors.values()]
+        formats: dict[str, FormatCost] = {}
+        for fmt, cost in group.formats.items():
+            stored = weight_format(fmt)
+            scales = scale_bytes(stored, shapes, on_gpu=goal.on_gpu) if is_weight else 0
+            held = cost.nbytes - scales  # what the file has of it: `joint_evidence` counts scales twice
+            read = 0.0 if name in lookups or not is_weight else share
+            formats[fmt] = replace(cost, us={goal.batch: read * held / times.gpu_rate})
+            if is_weight and not get_format(stored).is_cast:
+                us = read and times.crossing + read * (held - scales) / times.bus_rate
+                formats[in_host(fmt)] = replace(cost, nbytes=scales, host=held, us={goal.batch: us})
+        groups[name] = replace(group, formats=formats, reference_us={goal.batch: 0.0})
+    return replace(joint, groups=groups)
+
+
+def _lookups(joint: SearchEvidence) -> set[str]:
+    """Tables of which a token reads a row: embeddings, where the head is another tensor."""
+    tables = [
+        name for name, group in joint.groups.items() if any(role == "embed" for _, role in group.tensors.values())
+    ]
+    return {name for name in tables if len(tables) > 1 and "head" not in name and "output" not in name}
+
+
+def _share_read(group: TensorGroup, times: TokenTimes, batch: int) -> float:
+    """The share of a group's bytes that is read for a token of each text."""
+    is_expert = any(".experts" in name or len(shape) == 3 for name, (shape, _) in group.tensors.items())
+    return 1 - (1 - times.chosen) ** batch if is_expert else 1.0
+
+
+def place_goal(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, of_bytes: Goal) -> Goal:
+    """What the solver is asked for, with the time that products may take."""
+    within = replace(of_bytes, host=goal.ram, rows=goal.batch)
+    if goal.ms is not None:
+        left = 1e3 * goal.ms - times.rest
+        if left <= 0 or 1e3 * goal.ms < times.launch:
+            least = max(times.rest, times.launch) / 1e3
+            raise GoalError(
+                f"a token takes {least:.2f} ms beside products with weights, and {goal.ms:g} are allowed",
+                settings={"ms": f"{1.2 * least:.1f}"},
+            )
+        return replace(within, us=left)
+    usual = min(uniform_formats(joint), key=lambda fmt: (abs(bits_of(fmt) - USUAL_BITS), fmt))
+    split = best_split(joint, usual, within)
+    return replace(within, us=max(split.us or 0.0, times.launch - times.rest))
+
+
+def uniform_formats(joint: SearchEvidence) -> list[str]:
+    """Formats that most weights can have in either memory."""
+    total = sum(group.numbers for group in joint.groups.values())
+    held = {
+        fmt: sum(group.numbers for group in joint.groups.values() if in_host(fmt) in group.formats)
+        for fmt in joint.formats
+        if input_of(fmt) is None
+    }
+    found = [fmt for fmt, numbers in held.items() if 2 * numbers > total]
+    if not found:
+        raise GoalError("no format is packed for most weights: nothing could lie in the host's memory")
+    return found
+
+
+def best_split(joint: SearchEvidence, fmt: str, within: Goal) -> Solution:
+    """One format for all weights: the fastest choice of places in these memories.
+
+    Keys and values are in one format too, the least harmful that there is room for.
+    """
+    order, groups = joint.formats, dict(joint.groups)
+    in_kv = [name for name, group in joint.groups.items() if all(role == "kv" for _, role in group.tensors.values())]
+    for name, group in joint.groups.items():
+        larger = [each for each in order[order.index(fmt) :] if each in group.formats and input_of(each) is None]
+        taken = larger[0] if larger else max(group.formats, key=lambda each: group.formats[each].nbytes)
+        allowed = (taken, in_host(taken))
+        groups[name] = replace(group, formats={one: group.formats[one] for one in allowed if one in group.formats})
+    groups |= {name: joint.groups[name] for name in in_kv}
+    alone, fastest = replace(joint, groups=groups), replace(within, us=None, max_kl=ANY_KL)
+    first = joint.groups[in_kv[0]] if in_kv else TensorGroup({})
+    *better, last = sorted(first.formats, key=lambda each: (first.nats(each), -first.formats[each].nbytes)) or [""]
+    for kept in better:
+        with suppress(GoalError):
+            return solve(alone, fastest, force=dict.fromkeys(in_kv, kept), gap=SPLIT_GAP)
+    return solve(alone, fastest, force=dict.fromkeys(in_kv, last), gap=SPLIT_GAP)
+
+
+def crossing_first(joint: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
+    """The same formats and bytes; what crosses is in the first of equal layers, so the host is ahead of the others."""
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    for name, fmt in choice.items():
+        group = joint.groups[name]
+        shapes = tuple(sorted(shape for shape, _ in group.tensors.values()))
+        alike.setdefault((place_of(name)[1], shapes, fmt.removesuffix("@host")), []).append(name)
+    found = dict(choice)
+    for (*_, fmt), names in alike.items():
+        ordered = sorted(names, key=_layer)
+        count = sum(is_in_host(choice[name]) for name in names)
+        found |= {name: in_host(fmt) if at < count else fmt for at, name in enumerate(ordered)}
+    return found
+
+
+def _layer(name: str) -> int:
+    layer = place_of(name)[0]
+    return int(layer) if layer else -1

@@ -1,0 +1,155 @@
+"""Formats and places in one problem: both memories hold, no choice is better, and the time is what was measured."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+import bitplan
+from bitplan.searching import memory_probe
+from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, in_host, is_in_host, weight_format
+from bitplan.searching.fit import FitGoal, plan_fit
+from bitplan.searching.goal import Goal, GoalError
+from bitplan.searching.memory_probe import MemoryProbe, TokenTimes, _measure_times
+from bitplan.searching.solver import solve
+from bitplan.searching.two_memories import best_split, crossing_first, place_goal, with_places
+from tests.searching.test_fit import CONTEXT, FORMATS, MEMORY, RESERVED, tiny_llama, tokens
+from tests.searching.tiny_mixtral import rounding_to_nearest
+
+TIMES = TokenTimes(gpu_rate=4000.0, bus_rate=50.0, crossing=2.0, rest=100.0, launch=500.0)
+COSTS = {"bfloat16": (2.0, 0.0), "int8_row": (1.0, 0.01), "mxfp4": (0.5, 0.1)}
+NUMBERS = 64 * 64
+
+
+def drawn(layers=4):
+    """Groups of one shape with damages of their own, an embedding and a head."""
+    draw = torch.Generator().manual_seed(0)
+    names = ["model.embed_tokens", *(f"model.layers.{n}.mlp.down_proj" for n in range(layers)), "lm_head"]
+    groups = {}
+    for name in names:
+        role = "mlp_weight" if "mlp" in name else "embed"
+        worse = 0.5 + float(torch.rand((), generator=draw))
+        formats = {f: FormatCost(int(size * NUMBERS), worse * nats) for f, (size, nats) in COSTS.items()}
+        groups[name] = TensorGroup({f"{name}.weight": ((64, 64), role)}, formats)
+    return SearchEvidence("drawn", NUMBERS * len(names), {}, {}, {}, groups, 2 * NUMBERS * len(names))
+
+
+def test_the_solution_is_the_best_of_all_choices_within_both_memories_and_the_time():
+    goal = FitGoal(3 * NUMBERS // 2, 64, ram=2 * NUMBERS, ms=1.0)
+    placed = with_places(drawn(2), TIMES, goal)
+    limit = Goal(nbytes=goal.memory, host=goal.ram, us=60.0)
+    found = solve(placed, limit)
+    names, best = list(placed.groups), float("inf")
+    for formats in itertools.product(*(placed.groups[name].formats for name in names)):
+        choice = dict(zip(names, formats, strict=True))
+        if (
+            placed.nbytes(choice) <= goal.memory
+            and placed.host_bytes(choice) <= goal.ram
+            and placed.microseconds(choice, 1) <= limit.us
+        ):
+            best = min(best, placed.predict(choice))
+    assert found.nats == pytest.approx(best)
+    assert found.us <= limit.us
+    assert any(map(is_in_host, found.choice.values()))
+
+
+def test_an_embedding_waits_in_the_host_for_nothing_and_a_head_does_not():
+    placed = with_places(drawn(), TIMES, FitGoal(NUMBERS, 64, ram=10 * NUMBERS))
+    times = {name: placed.groups[name].formats["mxfp4@host"].us[1] for name in ("model.embed_tokens", "lm_head")}
+    assert times == {"model.embed_tokens": 0.0, "lm_head": pytest.approx(2.0 + NUMBERS / 2 / 50)}
+    assert "bfloat16@host" not in placed.groups["lm_head"].formats
+    assert placed.groups["lm_head"].formats["int8_row"].us[1] == pytest.approx(NUMBERS / 4000)
+
+
+def test_less_damage_in_the_same_time_or_less_time_with_the_same_damage_than_one_format_for_all():
+    goal = FitGoal(2 * NUMBERS, 64, ram=10 * NUMBERS)
+    placed = with_places(drawn(), TIMES, goal)
+    limit = place_goal(placed, TIMES, goal, Goal(nbytes=goal.memory))
+    split = best_split(placed, "int8_row", limit)
+    assert {weight_format(fmt) for fmt in split.choice.values()} == {"int8_row"}
+    assert placed.nbytes(split.choice) <= goal.memory < placed.nbytes(split.choice) + placed.host_bytes(split.choice)
+    fastest = solve(placed, Goal(nbytes=goal.memory, host=goal.ram, max_kl=split.nats))
+    assert fastest.nats <= split.nats
+    assert fastest.us <= split.us
+    least = solve(placed, Goal(nbytes=goal.memory, host=goal.ram, us=split.us))
+    assert least.nats <= split.nats
+
+
+def test_what_crosses_comes_first_among_equal_layers():
+    placed = with_places(drawn(), TIMES, FitGoal(NUMBERS, 64, ram=10 * NUMBERS))
+    choice = dict.fromkeys(placed.groups, "mxfp4") | {"model.layers.3.mlp.down_proj": in_host("mxfp4")}
+    moved = crossing_first(placed, choice)
+    assert [name for name in moved if is_in_host(moved[name])] == ["model.layers.0.mlp.down_proj"]
+    assert placed.nbytes(moved) == placed.nbytes(choice)
+    assert placed.predict(moved) == placed.predict(choice)
+
+
+def test_of_experts_the_share_is_read_that_tokens_choose():
+    name = "model.layers.0.mlp.experts.down_proj"
+    group = TensorGroup({name: ((8, 64, 64), "expert")}, {"mxfp4": FormatCost(8 * NUMBERS, 0.1)})
+    evidence = replace(drawn(), groups={name: group})
+    times = replace(TIMES, chosen=0.25)
+    for batch, share in ((1, 0.25), (2, 0.4375)):
+        placed = with_places(evidence, times, FitGoal(10, 64, batch, ram=10**6))
+        us = placed.groups[name].formats["mxfp4@host"].us[batch]
+        assert us == pytest.approx(2.0 + share * 8 * NUMBERS / 50)
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"),
+    [
+        (Goal(nbytes=NUMBERS, host=NUMBERS), r"no plan lies in 4,096 bytes on the GPU and 4,096 on the host; .* takes"),
+        (Goal(nbytes=NUMBERS, host=10**6, us=1.0), r"the fastest in these memories takes 0\.\d+"),
+        (Goal(nbytes=NUMBERS, host=10**6, max_kl=1e-9), "in these memories has a KL of 1e-09"),
+    ],
+)
+def test_what_no_plan_reaches_says_what_one_does(limit, said):
+    placed = with_places(drawn(), TIMES, FitGoal(NUMBERS, 64, ram=NUMBERS))
+    with pytest.raises(GoalError, match=said):
+        solve(placed, limit)
+
+
+def test_goals_that_contradict_each_other_are_refused():
+    with pytest.raises(GoalError, match="run in bitplan, and this is for vllm"):
+        FitGoal(10**9, 64, target="vllm", ram=10**9)
+    with pytest.raises(GoalError, match="a goal beside the host's memory"):
+        FitGoal(10**9, 64, ms=5.0)
+    placed = with_places(drawn(), TIMES, FitGoal(NUMBERS, 64, ram=NUMBERS))
+    with pytest.raises(GoalError, match=r"takes 0\.50 ms beside products"):
+        place_goal(placed, TIMES, FitGoal(NUMBERS, 64, ram=NUMBERS, ms=0.2), Goal(nbytes=NUMBERS))
+
+
+def fake_probe(_model, context, batch, device="cpu", *, timed=False):
+    return MemoryProbe(context, batch, device, RESERVED + context * batch, TIMES if timed else None)
+
+
+def test_a_fit_for_two_memories_is_proven_kept_and_asked_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_probe, "probe_memory", fake_probe)
+    goal = FitGoal(MEMORY - 150_000, CONTEXT, ram=400_000)
+    with rounding_to_nearest():
+        result = bitplan.fit(tiny_llama(), tokens(), goal=goal, formats=FORMATS, out=tmp_path)
+    assert result.needed <= goal.memory
+    assert 0 < result.row.host <= goal.ram
+    uniform = [row for row in result.rows if row.label.endswith("for all")]
+    assert uniform
+    assert result.row.kl <= min(row.kl for row in result.rows if row.ms <= result.row.ms * 1.001)
+    plan = bitplan.Plan.load(tmp_path / "plan.json")
+    waiting = {name for name, choice in plan.items() if choice.place == "host"}
+    assert sum(plan.entries[name].nbytes for name in waiting) == result.row.host
+    assert plan == result.plan
+    monkeypatch.setattr(memory_probe, "probe_memory", None)  # what was measured is known
+    assert plan_fit(tmp_path, goal).plan == plan
+    slower = plan_fit(tmp_path, replace(goal, ms=100.0))
+    assert slower.row.predicted <= result.row.predicted
+    assert json.loads((tmp_path / "memory.json").read_text())["probes"][0]["times"] == TIMES.to_dict()
+
+
+def test_times_are_measured_with_weights_in_either_memory():
+    times = _measure_times(tiny_llama().config.to_dict(), "llama", 64, 1, "cpu")
+    assert min(times.gpu_rate, times.bus_rate, times.rest) > 0
+    assert times.launch == 0.0
+    assert times.chosen == 1.0
