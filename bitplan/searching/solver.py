@@ -333,7 +333,7 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
     )
 
 
-def _nearest_in_two(problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> str:
+def _nearest_in_two(problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> GoalError:
     """Which goal could be reached in two memories."""
     memories: dict[What, float] = {what: limits[what] for what in ("bytes", "host") if what in limits}
     fastest = problem.best("us", memories, GAP)
@@ -341,18 +341,20 @@ def _nearest_in_two(problem: _Problem, goal: Goal, limits: Mapping[What, float])
         needed = problem.best("host", {"bytes": limits["bytes"]}, GAP)
         assert needed is not None
         host = problem.evidence.host_bytes(needed.choice)
-        return (
+        return GoalError(
             f"no plan lies in {limits['bytes']:,.0f} bytes on the GPU and {limits['host']:,.0f} on the host; beside a "
             f"full GPU the smallest takes {host:,} on the host; raise either, or allow smaller formats"
         )
     if goal.us is not None:
-        return (
+        return GoalError(
             f"no plan takes {goal.us / 1e3:.2f} ms for the products of a token; the fastest in these memories takes "
             f"{(fastest.us or 0.0) / 1e3:.2f}; allow more time, or give the GPU more memory"
         )
     best = problem.best("nats", memories, GAP)
     assert best is not None
-    return f"no plan in these memories has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}"
+    return GoalError(
+        f"no plan in these memories has a KL of {goal.max_kl:g} nats or less; the least is {best.nats:.4g}"
+    )
 
 
 @contextmanager

@@ -233,8 +233,14 @@ def test_the_report_shows_the_search(tmp_path, capsys):
         (["diff", "llama/config.json", "out/plan.json"], "expected a plan"),
         (["search", "llama", "--text", "text.txt"], "needs a goal"),
         (["search", "llama", "--text", "text.txt", "--bits", "5", "--formats", "int9"], "no format 'int9'"),
-        (["search", "llama", "--text", "text.txt", "--bits", "7", "--context", "16", "-o", "llama"], "a model's folder"),
-        (["fit", "llama", "--text", "text.txt", "--memory", "1GB", "--context", "9", "-o", "llama"], "a model's folder"),
+        (
+            ["search", "llama", "--text", "text.txt", "--bits", "7", "--context", "16", "-o", "llama"],
+            "a model's folder",
+        ),
+        (
+            ["fit", "llama", "--text", "text.txt", "--memory", "1GB", "--context", "9", "-o", "llama"],
+            "a model's folder",
+        ),
         (["search", "llama", "--text", "short.txt", "--bits", "5", "--context", "16", "--output", "x"], "window"),
     ],
 )
