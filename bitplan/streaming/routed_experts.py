@@ -37,6 +37,7 @@ from bitplan.streaming.saved_tensors import Place, in_backward, refuse_second_de
 from bitplan.streaming.transfer.copies import Transfer
 from bitplan.streaming.transfer.devices import Mark
 from bitplan.streaming.transfer.expert_memory import ExpertMemory, ExpertStack
+from bitplan.streaming.transfer.schedule import RING_SLOTS
 from bitplan.streaming.weight_loader import WeightLoader
 
 ALL_ABOVE = 0.75  # of a mixture's experts: "auto" sends all where more were chosen
@@ -136,7 +137,8 @@ class RoutedExperts:
             ExpertStack(mixture.name, mixture.count, layout, self._host.source(mixture.name, None))
             for mixture, layout in zip(mixtures, self._layouts, strict=True)
         ]
-        self.memory = ExpertMemory(self._device, stacks, options.expert_cache_bytes)
+        slots = RING_SLOTS if options.slots == "auto" else int(options.slots)
+        self.memory = ExpertMemory(self._device, stacks, slots, options.expert_cache_bytes)
 
     def set(self, how: Experts, cache_bytes: int) -> None:
         """Between steps: send experts "by use" or as "auto" decides from now on, with a cache of this size."""

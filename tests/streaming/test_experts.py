@@ -93,7 +93,7 @@ def train(
 
 
 def by_use(model: nn.Module, device: Any = None, **options: Any) -> Any:
-    return streaming(model, device, **{"blocks": "model.layers.*", "experts": "by use"} | options)
+    return streaming(model, device, **{"blocks": "model.layers.*", "experts": "by use", "slots": 2} | options)
 
 
 @pytest.mark.cross("checkpointing", ["none", "non-reentrant", "reentrant", "offload"])

@@ -31,7 +31,6 @@ from bitplan.streaming.transfer.copies import Transfer
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 
 FADING = 0.95  # of counts, a step
-SLOTS = 2  # one computes while the other is filled
 
 
 @dataclass(eq=False)
@@ -64,7 +63,7 @@ class ExpertStack:
 class ExpertMemory:
     """Slots and cache of one device. Stacks are named by their index."""
 
-    def __init__(self, device: StreamDevice, stacks: Sequence[ExpertStack], cache_bytes: int) -> None:
+    def __init__(self, device: StreamDevice, stacks: Sequence[ExpertStack], slots: int, cache_bytes: int) -> None:
         self.device, self.stacks = device, list(stacks)
         self.counts = np.zeros((len(self.stacks), max(one.count for one in self.stacks)))
         self.cached: dict[tuple[int, int], int] = {}  # stack and expert -> entry
@@ -79,8 +78,8 @@ class ExpertMemory:
         self._current: ExpertSlot | None = None
         size = max(one.layout.nbytes for one in self.stacks)
         with on_failure(self.close):
-            for index in range(min(SLOTS, len(self.stacks))):
-                buffer = device.allocate(size, f"slot {index} of {SLOTS} for experts")
+            for index in range(min(slots, len(self.stacks))):
+                buffer = device.allocate(size, f"slot {index} of {slots} for experts")
                 self.slots.append(ExpertSlot(buffer, device.mark()))
             self.resize_cache(cache_bytes)
         self._by_storage = {slot.buffer.untyped_storage().data_ptr(): slot for slot in self.slots}
