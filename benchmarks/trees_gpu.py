@@ -3,22 +3,30 @@
     python benchmarks/trees_gpu.py                              # two to three minutes on an H200 host with 16 cores
     python benchmarks/trees_gpu.py --rows 1000000 --trees 20 --no-peer
 
+First of all the first fit of 70,000 rows with nothing compiled, a second one, and a first one of another width; then
+fits with categories, with monotone constraints and with rows drawn, each beside the CPU's trees.
+
 For every number of rows: a fit on the GPU (binning included), a tree's time in the middle of it, what its kernels take
 by CUDA events, the time's floor (bytes of bins that the tree's histograms must read, over the bandwidth of a copy), and
 LightGBM with fewer trees, whose time for all of them is binning plus trees at the mean of what was seen. Up to a
-million rows the trees are compared with the CPU's.
+million rows the trees are compared with the CPU's. Where XGBoost is installed with CUDA, it fits on the same card.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()  # nothing is compiled
 
 import harness
 import numpy as np
@@ -155,6 +163,53 @@ def lightgbm_timed(x: Array, y: Array, leaves: int, trees: int, **more: Any) -> 
     return {"binning_s": binning, "tree_ms": float(np.mean(np.diff(rounds)[1:]) * 1e3), "trees": trees}
 
 
+def first_fits(leaves: int) -> dict[str, float]:
+    """Seconds of fits of few rows, in this order, by what is new to the process."""
+    torch.zeros(1, device="cuda").sum().item()
+    x, y = make_rows(WARM_ROWS)
+    seconds = {}
+    tables = {"first": x, "second": x, "other_width": x[:, :20], "other_rows": x[:-5]}
+    for name, table in tables.items():
+        started = time.perf_counter()
+        model_of(2, leaves, "i16").fit(table, y[: len(table)])
+        seconds[f"{name}_s"] = time.perf_counter() - started
+    return seconds
+
+
+def kinds(leaves: int, trees: int, rows: int = 500_000) -> dict[str, dict[str, Any]]:
+    """A tree's time, and whether trees are the CPU's, for what the kernels leave to torch."""
+    x, y = make_rows(rows)
+    x[:, 3] = np.random.default_rng(0).integers(0, 60, rows)
+    ways: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "categories": {"categorical_features": [3]},
+        "monotone": {"monotone_constraints": [1, -1, *[0] * (FEATURES - 2)]},
+        "rows drawn": {"subsample": 0.5},
+    }
+    result = {}
+    for name, settings in ways.items():
+        models = [model_of(trees, leaves, "i16", device).set_params(**settings) for device in ("cuda", "cpu")]
+        models[0].fit(x, y)  # compiled
+        times = [fit_timed(model, x, y) for model in models]
+        tree_ms, cpu_tree_ms = (each["tree_ms"] for each in times)
+        result[name] = {"tree_ms": tree_ms, "cpu_tree_ms": cpu_tree_ms, "same_trees_as_cpu": _same(*models)}
+        print(name, result[name], flush=True)
+    return result
+
+
+def xgboost_timed(x: Array, y: Array, leaves: int, trees: int) -> dict[str, float]:
+    import xgboost  # type: ignore[import-untyped,import-not-found,unused-ignore]
+
+    settings = {"objective": "binary:logistic", "tree_method": "hist", "device": "cuda", "max_bin": 255}
+    settings |= {"grow_policy": "lossguide", "max_leaves": leaves, "max_depth": 0, "learning_rate": 0.1}
+    xgboost.train(settings, xgboost.QuantileDMatrix(x[:WARM_ROWS], y[:WARM_ROWS], max_bin=255), 2)
+    started = time.perf_counter()
+    data = xgboost.QuantileDMatrix(x, y, max_bin=255)
+    binning = time.perf_counter() - started
+    xgboost.train(settings, data, trees)
+    return {"binning_s": binning, "fit_s": time.perf_counter() - started, "trees": trees}
+
+
 def measure(rows: int, given: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
     made = time.perf_counter()
     x, y = make_rows(rows)
@@ -174,6 +229,9 @@ def measure(rows: int, given: argparse.Namespace, bandwidth: float) -> dict[str,
     row["phases"] = phases(x, y, given.leaves, given.precisions[0])
     row["phases"]["floor_ms"] = row["phases"]["bins_read_gb"] / bandwidth * 1e3
     print(rows, row["phases"], flush=True)
+    if importlib.util.find_spec("xgboost"):
+        row["xgboost"] = xgboost_timed(x, y, given.leaves, given.trees)
+        print(rows, row["xgboost"], flush=True)
     if given.peer and rows <= given.peer_rows:
         ways = {"row_wise": {"force_row_wise": True}, "col_wise": {"force_col_wise": True}}
         row["lightgbm"] = {
@@ -202,6 +260,8 @@ def main() -> None:
     parser.add_argument("--peer-rows", type=int, default=10_000_000, help="LightGBM runs up to this many rows")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
+    first = first_fits(given.leaves)
+    print(first, flush=True)
     started = time.perf_counter()
     x, y = make_rows(WARM_ROWS)
     for precision in given.precisions:
@@ -216,6 +276,8 @@ def main() -> None:
         "machine": harness.machine("cuda"),
         "versions": harness.versions(),
         "commit": harness.commit(),
+        "first_fits": first,
+        "kinds": kinds(given.leaves, min(given.trees, 10)),
         "warm_up_s": warm_s,
         "copy_gb_per_s": bandwidth,
         "rows": [],

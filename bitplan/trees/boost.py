@@ -9,6 +9,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -137,19 +138,20 @@ def boost(
     if settings.by_gradient and (settings.device != "cpu" or shards.count > 1):
         raise TreesError("sampling: rows are drawn by gradient on the CPU, in one process; set sampling='uniform'")
     _refuse_dropout(rows, settings, initial)
-    grow_on = _grower_of(settings, categorical, shards)
+    grow_on = _grower_of(settings, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
     if len(rows.x) > SAMPLE_ROWS:
         give_back_memory()
-    grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
     if rows.first_scores is not None:
         booster = Booster(np.zeros(objective.outputs), rows.x.shape[1])
     elif initial is None:
         booster = Booster(objective.start(rows.y, rows.weights, shards), rows.x.shape[1])
     else:
         booster = Booster(initial.start, initial.features, list(initial.trees), rounds_before=initial.rounds)
+    with _compiling(settings.device):
+        grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
+        held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
     booster_made(booster)
-    held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
     trainer = _Trainer(rows, settings, grower, held, span, booster.outputs)
     shards.sent_for("bins and start")
     watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
@@ -210,7 +212,7 @@ def _first_scores(rows: Rows, booster: Booster) -> Array:
     return booster.scores(rows.x) if rows.first_scores is None else rows.first_scores.copy()
 
 
-def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> type[TreeGrower]:
+def _grower_of(settings: BoostSettings, shards: Shards) -> type[TreeGrower]:
     """What grows trees on the device asked for; refuses what it cannot do."""
     if settings.device == "cpu":
         return TreeGrower
@@ -218,13 +220,22 @@ def _grower_of(settings: BoostSettings, categorical: Array, shards: Shards) -> t
     from bitplan.trees.cuda import grower, limits  # needs Triton
 
     limits.find_device()
-    limits.refuse_unsupported(settings.precision, settings.rules, categorical, shards.count)
+    limits.refuse_unsupported(settings.precision, shards.count)
     return grower.CudaTreeGrower
+
+
+def _compiling(device: str) -> AbstractContextManager[None]:
+    """Where a GPU's kernels compile side by side."""
+    if device == "cpu":
+        return nullcontext()
+    from bitplan.base.loops.launch import compiling_together
+
+    return compiling_together()
 
 
 def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: BoostSettings) -> Any:
     """Bins of all rows, where trees grow; the host needs them too where it keeps the scores."""
-    if settings.device == "cuda" and isinstance(x, np.ndarray):
+    if settings.device == "cuda" and isinstance(x, np.ndarray) and not np.any(bins.is_category):
         from bitplan.trees.cuda.binning import bin_on_card
         from bitplan.trees.cuda.scores import has_gradients
 
@@ -244,7 +255,9 @@ def _scores_of(
         if has_gradients(objective):
             assert isinstance(grower, CudaTreeGrower)
             settled = settings.precision, settings.renew_leaves, settings.rules
-            return CudaScores(objective, rows.y, rows.weights, scores, grower, *settled)
+            made = CudaScores(objective, rows.y, rows.weights, scores, grower, *settled)
+            made.compile()
+            return made
     return HostScores(rows, objective, settings, grower, scores, span)
 
 

@@ -21,7 +21,10 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,6 +35,7 @@ from torch._C._dynamo import guards
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
+MOST_COMPILERS = 8  # threads
 # Types that Triton's interpreter lacks or gets wrong are passed as integers; kernels read bits.
 _AS_INTEGERS = {
     torch.bfloat16: torch.int16,
@@ -104,12 +108,38 @@ class PreparedLaunch:
         run, fixed, _ = compiled
         return run, self._grid, (*fixed, *first), self._tail
 
+    def compile(self, *pointers: Tensor | None) -> None:
+        """Compile for these pointers without a launch, which then finds the kernel; see `compiling_together`."""
+        compile_ahead(self._kernel, *self._as_read(pointers), *self._numbers, **self._constants, **self._options)
+
     def _launch_ordinarily(self, pointers: tuple[Tensor | None, ...]) -> Any:
-        given = [
+        return self._kernel[self._grid](*self._as_read(pointers), *self._numbers, **self._constants, **self._options)
+
+    def _as_read(self, pointers: tuple[Tensor | None, ...]) -> list[Tensor | None]:
+        return [
             None if each is None else each.view(self._types.get(index) or _AS_INTEGERS.get(each.dtype, each.dtype))
             for index, each in enumerate(pointers)
         ]
-        return self._kernel[self._grid](*given, *self._numbers, **self._constants, **self._options)
+
+
+def compile_ahead(kernel: Any, *given: Any, **more: Any) -> None:
+    """Compile a kernel for the arguments of a launch; the interpreter compiles nothing."""
+    if not INTERPRETED.value:
+        kernel.warmup(*given, grid=(1,), **more)
+
+
+@contextmanager
+def compiling_together() -> Iterator[None]:
+    """Within the block kernels compile side by side on other threads; a launch waits for its own, the end for all.
+
+    Triton keeps what it compiled on disk, too (`TRITON_CACHE_DIR`). Versions that compile one after the other do so.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if INTERPRETED.value or mode is None:
+        yield
+        return
+    with ThreadPoolExecutor(min(os.cpu_count() or 1, MOST_COMPILERS)) as pool, mode(pool):
+        yield
 
 
 @functools.cache

@@ -44,7 +44,7 @@ RESULTS: dict[str, Any] = {
 def sources() -> str:
     """A digest of the files that are compiled into loops."""
     files = [*sorted((PACKAGE / "trees" / "loops").glob("*.py"))]
-    files += [PACKAGE / "trees" / "cuda" / f"{name}.py" for name in ("kernels", "waves")]
+    files += [PACKAGE / "trees" / "cuda" / "waves.py"]
     names = "addresses", "atomics", "helper_threads", "jit", "vectors"
     files += [PACKAGE / "base" / "loops" / f"{name}.py" for name in names]
     digest = hashlib.sha256()

@@ -53,7 +53,7 @@ def copy_bins(data: BinnedRows) -> CudaBins:
         if len(columns) < made.width:  # of no feature: over all bins, so that no atomics wait for each other
             numbers[len(columns) :] = torch.arange(rows, device=made.device) & 255
         part = made.panels[group * rows * GROUP_BYTES :]
-        lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, WIDTH=made.width, BLOCK=BLOCK, num_warps=4)
+        lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, made.width, BLOCK=BLOCK, num_warps=4)
     return made
 
 
@@ -79,14 +79,14 @@ def bin_on_card(x: Array, bins: Bins) -> CudaBins:
             features,
             numbers.stride(0),
             numbers.stride(1),
-            WIDTH=made.width,
+            made.width,
             BLOCK=BLOCK,
             num_warps=4,
         )
     return made
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "count", "rows", "features", "row_stride", "feature_stride", "width"])
 def bin_numbers(
     numbers_ptr,
     limits_ptr,
@@ -97,7 +97,7 @@ def bin_numbers(
     features,
     row_stride,
     feature_stride,
-    WIDTH: tl.constexpr,
+    width,
     BLOCK: tl.constexpr,
 ):
     """The first bin whose upper limit is not below the number, in eight steps; `count` rows from row `first` on."""
@@ -105,8 +105,8 @@ def bin_numbers(
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside, row = at < count, first + at
     panel = bins_ptr + (group.to(tl.int64) * rows + row) * _BYTES
-    for place in tl.static_range(WIDTH):
-        feature = group * WIDTH + place
+    for place in range(width):  # not unrolled: a second to compile, and one kernel for all widths
+        feature = group * width + place
         if feature < features:
             number = tl.load(numbers_ptr + at * row_stride + feature * feature_stride, mask=inside, other=0.0)
             wide = number.to(tl.float64)
@@ -117,4 +117,4 @@ def bin_numbers(
             bin_ = tl.where(number == number, low, _MISSING)
         else:  # of no feature: over all bins, so that no atomics wait for each other
             bin_ = (row & 255).to(tl.int32)
-        tl.store(panel + byte_of(place, row, WIDTH), bin_.to(tl.uint8), mask=inside)
+        tl.store(panel + byte_of(place, row, width), bin_.to(tl.uint8), mask=inside)

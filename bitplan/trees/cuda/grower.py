@@ -16,11 +16,11 @@ import torch
 import triton
 from torch import Tensor
 
-from bitplan.base.loops.launch import PreparedLaunch
+from bitplan.base.loops.launch import PreparedLaunch, compile_ahead
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.cuda import kernels, waves
-from bitplan.trees.cuda import kernels as there
 from bitplan.trees.cuda.binning import CudaBins, copy_bins
+from bitplan.trees.cuda.judge import Nodes, TorchJudge
 from bitplan.trees.cuda.limits import check_memory, table_bytes
 from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, CudaGradients, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
@@ -35,6 +35,7 @@ WAVE = 32  # nodes at most
 BLOCK = 1024  # rows that are partitioned together
 ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of PART_WARPS
 PART_WARPS = 8
+LEAST_WIDE = 256  # features that are compared at once, so that few widths have a kernel of their own
 
 
 @dataclass
@@ -59,19 +60,28 @@ class CudaTreeGrower(TreeGrower):
         leaves = min(rules.max_leaves, max(data.rows, 1))
         self._wave = min(WAVE, triton.next_power_of_2(leaves))
         self._slots = 2 * leaves + 2
+        self._most_parts = triton.next_power_of_2(self._slots)
         needed = table_bytes(data.rows, self._features, self._slots)
         check_memory(device, data.rows, self._features, needed)
         self._sides = self._empty(2 * data.rows, torch.int64)
         self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS, torch.int64)
         self._gains = self._empty(2 * self._wave * self._features, torch.float64)
         self._found = self._empty(2 * self._wave * self._features * kernels.FOUND, torch.int64)
-        self._result = self._empty(2 * self._wave * there.RESULT, torch.int64)
-        self._table = self._empty((self._wave + 1) * there.COLUMNS, torch.int64)
+        self._result = self._empty(2 * self._wave * waves.RESULT, torch.int64)
+        self._table = self._empty((self._wave + 1) * waves.COLUMNS, torch.int64)
         pinned = device.type == "cuda"
-        self._host_table = torch.zeros((self._wave + 1, there.COLUMNS), dtype=torch.int64, pin_memory=pinned)
-        self._host_result = torch.zeros((2 * self._wave, there.RESULT), dtype=torch.int64, pin_memory=pinned)
+        self._host_table = torch.zeros((self._wave + 1, waves.COLUMNS), dtype=torch.int64, pin_memory=pinned)
+        self._host_result = torch.zeros((2 * self._wave, waves.RESULT), dtype=torch.int64, pin_memory=pinned)
         self._bin_counts = torch.from_numpy(bins.counts).to(device)
+        self._feature_groups = torch.zeros_like(self._bin_counts)
+        self._numbers_there = torch.zeros(2 + 5, dtype=torch.float64, device=device)
+        has_sets = bool(np.any(bins.is_category))
+        self._judge_there = TorchJudge(bins, rules, self._monotone, device) if has_sets or rules.numbers[-1] else None
+        self._host_sets = torch.zeros((self._wave, kernels.BINS), dtype=torch.uint8, pin_memory=pinned)
+        self._sets = torch.zeros_like(self._host_sets, device=device)
+        self._found_sets: Array | None = None  # of each node of the last wave's result
         self.steps = self._prepare()
+        self._compile()
         self._loops: Array | None = None
         chunk = kernels.TILE * kernels.TILES
         self._sizes = BLOCK, chunk, self._groups, self.steps.add_rows.grid[0]
@@ -87,22 +97,21 @@ class CudaTreeGrower(TreeGrower):
 
     def _prepare(self) -> WaveSteps:
         features, wave = self._features, self._wave
-        common = {"WIDTH": self._width}
         sizes = self._count, features
         shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
         return WaveSteps(
             PreparedLaunch(
                 kernels.part_rows,
                 (self._programs(PARTERS),),
-                sizes,
-                {**common, "K": wave, "BLOCK": BLOCK},
+                (*sizes, self._width),
+                {"K": wave, "BLOCK": BLOCK, "SETS": self._has_categories},
                 num_warps=PART_WARPS,
             ),
             PreparedLaunch(
                 kernels.add_rows,
                 (self._programs(ADDERS),),
-                sizes,
-                {**common, "IN_GROUPS": self._groups, "K": wave, **shared},
+                (*sizes, self._groups),
+                {"WIDTH": self._width, "K": wave, **shared},
                 num_warps=16,
             ),
             PreparedLaunch(
@@ -117,11 +126,16 @@ class CudaTreeGrower(TreeGrower):
                 kernels.pick_features,
                 (2 * wave,),
                 (features,),
-                {"K": wave, "WIDE": triton.next_power_of_2(features)},
+                {"K": wave, "WIDE": max(triton.next_power_of_2(features), LEAST_WIDE)},
                 num_warps=1,
                 enable_fp_fusion=False,
             ),
         )
+
+    def _compile(self) -> None:
+        """Begin to compile what a tree launches; see `base.loops.launch.compiling_together`."""
+        for step, pointers in self._launches():
+            step.compile(*pointers)
 
     # ---- a tree ------------------------------------------------------------------------------------------------------
 
@@ -170,8 +184,8 @@ class CudaTreeGrower(TreeGrower):
         groups[columns] = self._by_feature[columns, split.FEATURE_GROUPS]
         rules = self._rules
         rest = rules.l1, rules.l2, rules.min_child_weight, rules.min_child_rows, rules.min_gain
-        self._feature_groups = torch.from_numpy(groups).to(self._device)
-        self._numbers_there = torch.tensor([*self._scales, *rest], dtype=torch.float64).to(self._device)
+        self._feature_groups.copy_(torch.from_numpy(groups))
+        self._numbers_there.copy_(torch.tensor([*self._scales, *rest], dtype=torch.float64))
 
     def _enter(self, gradients: Gradients | CudaGradients, rows: Array | range) -> None:
         """All rows into the first side of the entries."""
@@ -187,11 +201,13 @@ class CudaTreeGrower(TreeGrower):
         self._free[-1] -= 1
         slot = int(self._free[self._free[-1]])
         waves.root_wave(self._host_table.numpy(), rows, slot, self._sizes)
-        self._run_wave()
-        growth, found = self._growth, self._host_result.numpy()[0]
+        growth = self._growth
+        self._run_wave(growth.reals[[[0, 0]], split.LOW : split.HIGH + 1])
+        found = self._host_result.numpy()[0]
         waves.note_root(found, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
         growth.nodes[0, split.SLOT] = slot
-        sums: Array = found[there.RESULT_NODE :]
+        self._note_sets(np.array([[0, -1]]))
+        sums: Array = found[waves.RESULT_NODE :]
         return sums
 
     def _expand_leaves(self) -> None:
@@ -204,6 +220,7 @@ class CudaTreeGrower(TreeGrower):
             self._loops = waves.addresses(growth, self._monotone, self._scales, self._numbers)
         done = 0
         while True:
+            children = self._children(wave[:done])
             done = waves.next_wave(
                 self._loops,
                 (*tables, growth.best_first),
@@ -220,26 +237,87 @@ class CudaTreeGrower(TreeGrower):
                 self._numbers,
                 self._sizes,
             )
+            self._note_sets(children)
             if not done:
                 return
-            self._run_wave()
+            nodes = wave[:done, waves.NODE]
+            if self._has_categories:
+                self._host_sets.numpy()[:done] = growth.goes_left[nodes]
+            self._run_wave(growth.reals[self._children(wave[:done]), split.LOW : split.HIGH + 1])
 
-    def _run_wave(self) -> None:
-        """Launch the steps of a wave and wait for its result."""
+    def _children(self, wave: Array) -> Array:
+        """(nodes, 2): of each node of a wave the smaller child and the larger; -1: neither can be split."""
+        nodes, small = wave[:, waves.NODE], wave[:, waves.SMALL]
+        first = self._growth.nodes[nodes, split.CHILD]
+        return np.where(small[:, None] < 0, -1, np.column_stack([small, 2 * first + 1 - small]))
+
+    def _note_sets(self, children: Array) -> None:
+        """The last wave's sets of categories, into the tables."""
+        growth, found = self._growth, self._found_sets
+        if found is None or not self._has_categories:
+            return
+        for place, child in enumerate(children.reshape(-1).tolist()):
+            if child >= 0 and growth.nodes[child, split.BIN] < 0:
+                growth.goes_left[child] = found[place]
+
+    def _run_wave(self, bounds: Array) -> None:
+        """Launch the steps of a wave and wait for its result; bounds of the children's values, (nodes, 2, 2)."""
         self._table.copy_(self._host_table.view(-1), non_blocking=True)
-        self._launch_steps()
+        self._sets.copy_(self._host_sets, non_blocking=True)
+        for step, pointers in self._launches():
+            step(*pointers)
+        if self._judge_there is not None:
+            self._find_splits(self._judge_there, bounds)
         self._host_result.view(-1).copy_(self._result, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _launch_steps(self) -> None:
-        steps, panels = self.steps, self._panels
-        steps.part_rows(self._table, self._sides, panels, self._pool)
-        steps.add_rows(self._table, self._sides, panels.view(torch.int64), self._pool)
-        found = self._gains, self._found
+    def _find_splits(self, judge: TorchJudge, bounds: Array) -> None:
+        """What the kernels do not judge, from the histograms: into the result, and sets of categories to the host."""
+        table = self._host_table.numpy()[:-1]
+        small, large = table[:, waves.SMALL_SLOT], table[:, waves.LARGE_SLOT]
+        here = np.flatnonzero(small >= 0)
+        pairs = np.flatnonzero(large >= 0)  # a root has no other child
+        if not len(here):
+            return
+        pool = self._pool.view(self._slots, self._features, kernels.BINS, -1)
+        cells = self._cells(pool[torch.from_numpy(small[here]).to(self._device)])
+        if len(pairs):
+            slots = torch.from_numpy(large[pairs]).to(self._device)
+            pool[slots] -= pool[torch.from_numpy(small[pairs]).to(self._device)]
+            cells = torch.cat([cells, self._cells(pool[slots])])
+        rows = np.concatenate([2 * here, 2 * pairs + 1])
+        groups = torch.from_numpy(np.concatenate([table[here, waves.GROUPS], table[pairs, waves.GROUPS]]))
+        allowed = (groups.to(self._device)[:, None] & self._feature_groups) != 0
+        ends = np.concatenate([bounds[here, 0], bounds[pairs, 1]])
+        nodes = Nodes(cells, allowed, torch.from_numpy(ends).to(self._device))
+        grad_scale, hess_scale = self._scales.tolist()
+        result, sets = judge.find(nodes, (grad_scale, hess_scale))
+        self._result.view(-1, waves.RESULT)[torch.from_numpy(rows).to(self._device)] = result
+        if self._has_categories:
+            self._found_sets = np.zeros((2 * self._wave, kernels.BINS), np.uint8)
+            self._found_sets[rows] = sets.cpu().numpy()
+
+    def _cells(self, pool: Tensor) -> Tensor:
+        """Gradients, hessians and rows of some histograms."""
+        both, hess = pool[..., 0], pool[..., 1]
+        return torch.stack([both >> kernels.CELL_SHIFT, hess, both & kernels.MOST_ROWS], -1)
+
+    def _launches(self) -> list[tuple[PreparedLaunch, tuple[Tensor, ...]]]:
+        """The steps of a wave, with what each gets."""
+        steps, panels, found = self.steps, self._panels, (self._gains, self._found)
+        launches: list[tuple[PreparedLaunch, tuple[Tensor, ...]]] = [
+            (steps.part_rows, (self._table, self._sides, panels, self._pool, self._sets)),
+            (steps.add_rows, (self._table, self._sides, panels.view(torch.int64), self._pool)),
+        ]
+        if self._judge_there is not None:
+            return launches
         judging = self._bin_counts, self._feature_groups, self._numbers_there
-        steps.judge_features(self._table, self._pool, *judging, *found)
-        steps.pick_features(self._table, *found, self._result)
+        return [
+            *launches,
+            (steps.judge_features, (self._table, self._pool, *judging, *found)),
+            (steps.pick_features, (self._table, *found, self._result)),
+        ]
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -257,7 +335,7 @@ class CudaTreeGrower(TreeGrower):
         last = np.flatnonzero(~is_expanded & (made[:, split.STOP] > made[:, split.START]))
         ranges = made[last]
         blocks = -(-(ranges[:, split.STOP] - ranges[:, split.START]) // BLOCK)
-        parts = np.full((triton.next_power_of_2(max(len(last), 1)), PARTS_COLUMNS), waves.FAR_AWAY, np.int64)
+        parts = np.full((self._most_parts, PARTS_COLUMNS), waves.FAR_AWAY, np.int64)
         sides = ranges[:, split.DEPTH] & 1
         of_blocks = np.cumsum(blocks) - blocks
         parts[: len(last)] = np.column_stack([ranges[:, : split.STOP + 1], of_blocks, sides, leaf_of[last]])
@@ -266,9 +344,16 @@ class CudaTreeGrower(TreeGrower):
 
     def launch_on_leaves(self, kernel: Any, *pointers: Tensor) -> None:
         """Run a kernel over the rows of the last tree's leaves."""
-        parts = self._parts
-        sizes = {"PARTS": len(parts), "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
-        kernel[(self._programs(PARTERS),)](parts, self._sides, *pointers, self._count, self._blocks, **sizes)
+        given = self._parts, self._sides, *pointers, self._count, self._blocks
+        kernel[(self._programs(PARTERS),)](*given, **self._leaf_sizes)
+
+    def compile_for_leaves(self, kernel: Any, *kinds: torch.dtype) -> None:
+        """Begin to compile such a kernel, whose pointers are to these types."""
+        compile_ahead(kernel, torch.int64, self._sides, *kinds, self._count, self._count, **self._leaf_sizes)
+
+    @property
+    def _leaf_sizes(self) -> dict[str, Any]:
+        return {"PARTS": self._most_parts, "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
     def _collect(self, rows: int) -> None:
         """Entries of all leaves to the host, where each node's range has its rows."""

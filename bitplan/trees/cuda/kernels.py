@@ -12,8 +12,6 @@ Bins of a row lie in groups of up to 16 features, 16 bytes a row. Row r begins w
 A cell of a histogram is two int64: gradient << 28 plus rows, and hessian. A program adds its rows to cells in shared
 memory, two 32-bit atomics for each bin, gradient << 12 plus rows and hessian, and adds those to the cells of the
 node. Triton has no atomics in shared memory: these are PTX. Its interpreter adds to the node's cells at once.
-
-Columns of the tables that go to the GPU and come back.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -23,20 +21,30 @@ import triton
 import triton.language as tl
 
 from bitplan.base.loops.launch import INTERPRETED
-
-# ---- columns ---------------------------------------------------------------------------------------------------------
-
-
-COLUMNS = 16
-# Of a node's row of `table`
-START, STOP, SIDE, FEATURE, BIN, MISSING_LEFT, FIRST_BLOCK = range(7)
-SMALL_START, SMALL_STOP, SMALL_SIDE, SMALL_SLOT, LARGE_SLOT, GROUPS, FIRST_SEGMENT, LEFTS, RIGHTS = range(7, 16)
-# and of its last row
-NODES, BLOCKS, SEGMENTS, SEGMENT_ROWS = range(4)
-# Of a node's row of the result: the gain's bits, the split, three sums of its left side, three of the node
-RESULT_GAIN, RESULT_FEATURE, RESULT_BIN, RESULT_MISSING_LEFT, RESULT_LEFT = range(5)
-RESULT_NODE, RESULT = 7, 10
-
+from bitplan.trees.cuda.waves import (
+    BIN,
+    BLOCKS,
+    COLUMNS,
+    FEATURE,
+    FIRST_BLOCK,
+    FIRST_SEGMENT,
+    GROUPS,
+    LARGE_SLOT,
+    LEFTS,
+    MISSING_LEFT,
+    NODES,
+    RESULT,
+    RIGHTS,
+    SEGMENT_ROWS,
+    SEGMENTS,
+    SIDE,
+    SMALL_SIDE,
+    SMALL_SLOT,
+    SMALL_START,
+    SMALL_STOP,
+    START,
+    STOP,
+)
 
 # ---- kernels ---------------------------------------------------------------------------------------------------------
 
@@ -69,45 +77,49 @@ SHARED_CELLS = tl.constexpr(4096)  # of 4 bytes: 16 features
 # ---- rows ------------------------------------------------------------------------------------------------------------
 
 
-@triton.jit
-def lay_out(columns_ptr, bins_ptr, rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows", "width"])
+def lay_out(columns_ptr, bins_ptr, rows, width, BLOCK: tl.constexpr):
     """Bins of one group of features, given by column, into 16 bytes a row."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
-    for place in tl.static_range(WIDTH):
-        bin_ = tl.load(columns_ptr + row + place * rows, mask=inside, other=0)
-        tl.store(bins_ptr + row * _BYTES + byte_of(place, row, WIDTH), bin_, mask=inside)
+    for place in range(width):
+        bin_ = tl.load(columns_ptr + row + tl.full((), place, tl.int64) * rows, mask=inside, other=0)
+        tl.store(bins_ptr + row * _BYTES + byte_of(place, row, width), bin_, mask=inside)
 
 
 @triton.jit
-def byte_of(place, row, WIDTH: tl.constexpr):
+def byte_of(place, row, width):
     """Where a row has the bin of a feature of its group."""
-    byte = place - row.to(tl.int32) % WIDTH
-    return tl.where(byte < 0, byte + WIDTH, byte)
+    byte = place - row.to(tl.int32) % width
+    return tl.where(byte < 0, byte + width, byte)
 
 
 @triton.jit
 def _node_of(table_ptr, item, column: tl.constexpr, K: tl.constexpr):
-    """The table's row of the node that a block or segment belongs to, and the node's first one."""
+    """The node that a block or segment belongs to, its row of the table, and its first block or segment."""
     firsts = tl.load(table_ptr + tl.arange(0, K) * _COLUMNS + column)
     node = tl.sum((firsts <= item).to(tl.int32), 0) - 1
     of = table_ptr + node * _COLUMNS
-    return of, tl.load(of + column)
+    return node, of, tl.load(of + column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "features", "width"])
 def part_rows(
     table_ptr,
     entries_ptr,
     bins_ptr,
     pool_ptr,
+    sets_ptr,
     rows,
     features,
-    WIDTH: tl.constexpr,
+    width,
     K: tl.constexpr,
     BLOCK: tl.constexpr,
+    SETS: tl.constexpr,
 ):
     """Rows of each node to the other side of `entries`, those that go left first. Clears the new histograms, too.
+
+    With SETS a row of `sets` says of each bin whether it goes left; without, all up to the node's do.
 
     Blocks reserve their places with atomics: in which order rows lie in a child is left to chance, and changes no sum.
     """
@@ -121,7 +133,7 @@ def part_rows(
             tl.store(pool_ptr + (slot * features + item % features) * (2 * _BINS) + cells, nothing)
     blocks = tl.load(table_ptr + K * _COLUMNS + _BLOCKS).to(tl.int32)
     for block in range(program, blocks, programs):
-        of, first = _node_of(table_ptr, block, _FIRST_BLOCK, K)
+        node, of, first = _node_of(table_ptr, block, _FIRST_BLOCK, K)
         start, stop, side = tl.load(of + _START), tl.load(of + _STOP), tl.load(of + _SIDE)
         feature, last_left = tl.load(of + _FEATURE), tl.load(of + _BIN).to(tl.int32)
         missing_left = tl.load(of + _MISSING_LEFT).to(tl.int32)
@@ -130,9 +142,12 @@ def part_rows(
         inside = at < stop
         entry = tl.load(entries_ptr + side * rows + at, mask=inside, other=0)
         row = entry & _ROW
-        place = (feature // WIDTH * rows + row) * _BYTES + byte_of((feature % WIDTH).to(tl.int32), row, WIDTH)
+        place = (feature // width * rows + row) * _BYTES + byte_of((feature % width).to(tl.int32), row, width)
         bin_ = tl.load(bins_ptr + place, mask=inside, other=0).to(tl.int32)
-        goes_left = tl.where(bin_ == _MISSING, missing_left, (bin_ <= last_left).to(tl.int32))
+        if SETS:
+            goes_left = tl.load(sets_ptr + node * _BINS + bin_).to(tl.int32)
+        else:
+            goes_left = tl.where(bin_ == _MISSING, missing_left, (bin_ <= last_left).to(tl.int32))
         goes_left = tl.where(inside, goes_left, 0)
         lefts = tl.sum(goes_left, 0)
         rights = tl.sum(inside.to(tl.int32), 0) - lefts
@@ -189,7 +204,7 @@ def _load_bins(panels_ptr, entry, first_row, WIDTH: tl.constexpr):
     return early, late, (row.to(tl.int32) % WIDTH)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "features", "groups"])
 def add_rows(
     table_ptr,
     entries_ptr,
@@ -197,8 +212,8 @@ def add_rows(
     pool_ptr,
     rows,
     features,
+    groups,
     WIDTH: tl.constexpr,
-    IN_GROUPS: tl.constexpr,
     K: tl.constexpr,
     SHARED: tl.constexpr,
     TILE: tl.constexpr,
@@ -215,9 +230,9 @@ def add_rows(
         _take_shared(address)
         _take_shared(address + 4 * SHARED_CELLS)
         tl.debug_barrier()
-    for item in range(tl.program_id(0), segments * IN_GROUPS, tl.num_programs(0)):
-        segment, group = item // IN_GROUPS, item % IN_GROUPS
-        of, first = _node_of(table_ptr, segment, _FIRST_SEGMENT, K)
+    for item in range(tl.program_id(0), segments * groups, tl.num_programs(0)):
+        segment, group = item // groups, item % groups
+        _node, of, first = _node_of(table_ptr, segment, _FIRST_SEGMENT, K)
         start = tl.load(of + _SMALL_START) + (segment - first) * length
         stop = tl.minimum(start + length, tl.load(of + _SMALL_STOP))
         source = entries_ptr + tl.load(of + _SMALL_SIDE) * rows
@@ -314,10 +329,9 @@ def _best_place(both, hess, bins, count, allowed, numbers_ptr, gain_ptr, found_p
     has_missing = (missing_both & _COUNT) > 0
     lefts, left_weights = tl.cumsum(tl.where(is_missing, 0, both), 0), tl.cumsum(tl.where(is_missing, 0, hess), 0)
     best, best_place, best_turn = least * 0.0, 0, 0
-    for turn in tl.static_range(2):
-        if turn == 1:
-            lefts += missing_both
-            left_weights += missing_hess
+    for turn in range(2):  # not unrolled: half the time to compile
+        lefts += tl.where(turn == 1, missing_both, 0)
+        left_weights += tl.where(turn == 1, missing_hess, 0)
         limit = tl.where(has_missing, count - turn, count - 1)
         rows, grad = lefts & _COUNT, lefts >> _SHIFT
         left, right = grad.to(tl.float64) * grad_scale, (all_grad - grad).to(tl.float64) * grad_scale
@@ -353,7 +367,7 @@ def _best_place(both, hess, bins, count, allowed, numbers_ptr, gain_ptr, found_p
     tl.store(found_ptr + 5, all_hess)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["features"])
 def judge_features(
     table_ptr,
     pool_ptr,
@@ -377,18 +391,20 @@ def judge_features(
         cells = pool_ptr + (slot * features + feature) * (2 * _BINS) + 2 * bins
         both, hess = tl.load(cells), tl.load(cells + 1)
         out = 2 * node * features + feature
-        gain, found = gains_ptr + out, found_ptr + out * _FOUND
-        _best_place(both, hess, bins, count, allowed, numbers_ptr, gain, found, HAS_L1)
-        if rest >= 0:
-            cells = pool_ptr + (rest * features + feature) * (2 * _BINS) + 2 * bins
-            both, hess = tl.load(cells) - both, tl.load(cells + 1) - hess
-            tl.store(cells, both)
-            tl.store(cells + 1, hess)
-            gain, found = gain + features, found + features * _FOUND
-            _best_place(both, hess, bins, count, allowed, numbers_ptr, gain, found, HAS_L1)
+        for side in range(2):
+            if (side == 0) | (rest >= 0):
+                if side == 1:
+                    cells = pool_ptr + (rest * features + feature) * (2 * _BINS) + 2 * bins
+                    both, hess = tl.load(cells) - both, tl.load(cells + 1) - hess
+                    tl.store(cells, both)
+                    tl.store(cells + 1, hess)
+                to = out + side * features
+                _best_place(
+                    both, hess, bins, count, allowed, numbers_ptr, gains_ptr + to, found_ptr + to * _FOUND, HAS_L1
+                )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["features"])
 def pick_features(table_ptr, gains_ptr, found_ptr, result_ptr, features, K: tl.constexpr, WIDE: tl.constexpr):
     """Of each node the best feature, of equal gains the lowest."""
     node = tl.program_id(0)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
 from bitplan.base.loops.launch import INTERPRETED
 from bitplan.trees.cuda.kernels import BINS, MOST_ROWS
-from bitplan.trees.gradients import Array, GradientPrecision, TreesError
-from bitplan.trees.grow import GrowthRules
+from bitplan.trees.gradients import GradientPrecision, TreesError
 
 
 def find_device() -> torch.device:
@@ -23,14 +21,10 @@ def find_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def refuse_unsupported(precision: GradientPrecision, rules: GrowthRules, categorical: Array, processes: int) -> None:
+def refuse_unsupported(precision: GradientPrecision, processes: int) -> None:
     """One line for what the GPU's kernels do not do."""
     if precision is GradientPrecision.F32:
         wrong = "gradient_precision='f32'", "set gradient_precision='i16' or 'i8'"
-    elif np.any(categorical):
-        wrong = f"categorical features (feature {int(np.argmax(categorical))} is one)", "use device='cpu'"
-    elif np.any(rules.monotone):
-        wrong = "monotone_constraints", "use device='cpu'"
     elif processes > 1:
         wrong = f"rows in several processes (here {processes})", "use device='cpu'"
     else:

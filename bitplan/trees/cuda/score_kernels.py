@@ -12,6 +12,7 @@ One round's gradients on the GPU, in float32; they are rounded when a tree enter
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -184,7 +185,7 @@ def _part_of(parts_ptr, block, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     return at, at < tl.load(of + 1), tl.load(of + 3), tl.load(of + 4)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def collect_rows(parts_ptr, entries_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Copy rows that lie on the other side of `entries` to the same place of its first side."""
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -193,7 +194,7 @@ def collect_rows(parts_ptr, entries_ptr, rows, blocks, PARTS: tl.constexpr, BLOC
             tl.store(entries_ptr + at, tl.load(entries_ptr + rows + at, mask=inside, other=0), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def sum_leaves(
     parts_ptr,
     entries_ptr,
@@ -217,7 +218,7 @@ def sum_leaves(
         tl.atomic_add(sums_ptr + 2 * leaf + 1, tl.sum(weights, 0), sem="relaxed")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "blocks"])
 def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the value of its leaf to the score of each row."""
     for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
@@ -227,7 +228,7 @@ def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PAR
         tl.store(scores_ptr + row, score + tl.load(values_ptr + leaf), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "rows", "depth", "width"])
 def walk_rows(
     numbers_ptr,
     bins_ptr,
@@ -240,7 +241,7 @@ def walk_rows(
     count,
     rows,
     depth,
-    WIDTH: tl.constexpr,
+    width,
     BLOCK: tl.constexpr,
 ):
     """The same for rows that the tree was not grown from: each goes down the tree."""
@@ -251,7 +252,7 @@ def walk_rows(
     for _step in range(depth):
         here = tl.maximum(node, 0)
         feature = tl.load(features_ptr + here).to(tl.int32)
-        byte = ((feature // WIDTH).to(tl.int64) * rows + row) * _BYTES + byte_of(feature % WIDTH, row, WIDTH)
+        byte = ((feature // width).to(tl.int64) * rows + row) * _BYTES + byte_of(feature % width, row, width)
         goes_left = tl.load(left_bins_ptr + here * _BINS + tl.load(bins_ptr + byte).to(tl.int32))
         child = tl.where(goes_left > 0, tl.load(left_ptr + here), tl.load(right_ptr + here))
         node = tl.where(node >= 0, child, node)
@@ -291,9 +292,10 @@ class CudaGradients:
             torch.tensor(inverse, dtype=torch.float64).to(device),
             torch.from_numpy(key).to(device),
             len(rows),
-            STOCHASTIC=self.key is not None,
-            ALL=is_all,
-            BLOCK=BLOCK,
-            num_warps=4,
-            enable_fp_fusion=False,
+            **entering_shape(stochastic=self.key is not None, of_all=is_all),
         )
+
+
+def entering_shape(*, stochastic: bool, of_all: bool) -> dict[str, Any]:
+    """Constants and options of `enter_floats`."""
+    return {"STOCHASTIC": stochastic, "ALL": of_all, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}

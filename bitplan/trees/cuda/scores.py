@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
+from bitplan.base.loops.launch import compile_ahead
 from bitplan.trees.cuda import score_kernels as kernels
 from bitplan.trees.cuda.grower import CudaTreeGrower
 from bitplan.trees.cuda.limits import check_memory
@@ -84,17 +88,33 @@ class CudaScores:
         self._tops = tops
 
     def _launch(self) -> None:
+        kernel, given, shape = self._gradient_launch
+        kernel[(triton.cdiv(max(len(self._y), 1), BLOCK),)](*given, **shape)
+
+    @cached_property
+    def _gradient_launch(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        """The kernel that computes gradients, and its arguments."""
         objective, count, outputs = self._objective, len(self._y), len(self._grads)
         pointers = self._y_there, self._scores, self._weights_there, self._grads, self._hess
         shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
-        grid = (triton.cdiv(max(count, 1), BLOCK),)
         if isinstance(objective, SquaredError):
-            kernels.squared_error[grid](*pointers, count, **shape)
-        elif isinstance(objective, Binary):
-            kernels.binary[grid](*pointers, self._doubtful, count, **shape)
-        else:
-            factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
-            kernels.softmax[grid](*pointers, self._doubtful, factor, count, CLASSES=outputs, **shape)
+            return kernels.squared_error, (*pointers, count), shape
+        if isinstance(objective, Binary):
+            return kernels.binary, (*pointers, self._doubtful, count), shape
+        factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
+        return kernels.softmax, (*pointers, self._doubtful, factor, count), {"CLASSES": outputs, **shape}
+
+    def compile(self) -> None:
+        """Begin to compile what rounds of all rows launch; see `base.loops.launch.compiling_together`."""
+        kernel, given, shape = self._gradient_launch
+        compile_ahead(kernel, *given, **shape)
+        compile_ahead(kernels.find_largest, self._grads, self._hess, self._seen, len(self._y), BLOCK=BLOCK, num_warps=4)
+        floats = torch.float32, torch.float32
+        entering = torch.int64, *floats, torch.float32, torch.float64, torch.int64, len(self._y)
+        compile_ahead(kernels.enter_floats, *entering, **kernels.entering_shape(stochastic=True, of_all=True))
+        self._grower.compile_for_leaves(kernels.add_values, torch.float64, torch.float64)
+        if self._renews:
+            self._grower.compile_for_leaves(kernels.sum_leaves, *floats, torch.float64, torch.int64)
 
     def _look(self) -> tuple[int, Array]:
         """How many rows are doubtful; for each output the largest gradient and hessian."""
@@ -156,7 +176,7 @@ class CudaScores:
             len(unused),
             len(self._y),
             self._grower.depth,
-            WIDTH=width,
+            width,
             BLOCK=BLOCK,
             num_warps=4,
             enable_fp_fusion=False,

@@ -9,12 +9,20 @@ import numpy as np
 
 from bitplan.base.loops.jit import address_of, call_at, compiled, inlined
 from bitplan.base.loops.vectors import same_bits
-from bitplan.trees.cuda import kernels as there
 from bitplan.trees.gradients import Array
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import split
 from bitplan.trees.thread_workspace import Growth
 
+COLUMNS = 16
+# Columns of the table that goes to the GPU: of a node's row
+START, STOP, SIDE, FEATURE, BIN, MISSING_LEFT, FIRST_BLOCK = range(7)
+SMALL_START, SMALL_STOP, SMALL_SIDE, SMALL_SLOT, LARGE_SLOT, GROUPS, FIRST_SEGMENT, LEFTS, RIGHTS = range(7, 16)
+# and of its last row
+NODES, BLOCKS, SEGMENTS, SEGMENT_ROWS = range(4)
+# Of a node's row of the result: the gain's bits, the split, three sums of its left side, three of the node
+RESULT_GAIN, RESULT_FEATURE, RESULT_BIN, RESULT_MISSING_LEFT, RESULT_LEFT = range(5)
+RESULT_NODE, RESULT = 7, 10
 NODE, SMALL = range(2)  # columns of `wave`: nodes that are expanded, and of each the child of fewer rows, or -1
 ALL_ROWS = 2**62  # no node is too large
 FAR_AWAY = 2**62
@@ -35,16 +43,16 @@ def addresses(growth: Growth, monotone: Array, scales: Array, rules: Array) -> A
 @inlined
 def _note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
     """A row of the result into the tables."""
-    feature = found[there.RESULT_FEATURE]
-    reals[child, split.GAIN] = same_bits(found[there.RESULT_GAIN], np.float64)
-    nodes[child, split.FEATURE], nodes[child, split.BIN] = feature, found[there.RESULT_BIN]
-    nodes[child, split.MISSING_LEFT] = found[there.RESULT_MISSING_LEFT]
+    feature = found[RESULT_FEATURE]
+    reals[child, split.GAIN] = same_bits(found[RESULT_GAIN], np.float64)
+    nodes[child, split.FEATURE], nodes[child, split.BIN] = feature, found[RESULT_BIN]
+    nodes[child, split.MISSING_LEFT] = found[RESULT_MISSING_LEFT]
     for i in range(3):
-        nodes[child, split.LEFT_GRAD + i] = found[there.RESULT_LEFT + i]
+        nodes[child, split.LEFT_GRAD + i] = found[RESULT_LEFT + i]
     nodes[child, split.GROUPS_BELOW] = nodes[child, split.GROUPS] & by_feature[feature, split.FEATURE_GROUPS]
     for bin_ in range(split.MISSING):
-        goes_left[child, bin_] = bin_ <= found[there.RESULT_BIN]
-    goes_left[child, split.MISSING] = found[there.RESULT_MISSING_LEFT]
+        goes_left[child, bin_] = bin_ <= found[RESULT_BIN]
+    goes_left[child, split.MISSING] = found[RESULT_MISSING_LEFT]
 
 
 @inlined
@@ -55,9 +63,9 @@ def _set_segments(table, count, all_rows, sizes):  # type: ignore[no-untyped-def
     length = (each if each > 1 else 1) * chunk
     first = np.int64(0)
     for k in range(count):
-        table[k, there.FIRST_SEGMENT] = first
-        first += (table[k, there.SMALL_STOP] - table[k, there.SMALL_START] + length - 1) // length
-    table[-1, there.SEGMENTS], table[-1, there.SEGMENT_ROWS] = first, length
+        table[k, FIRST_SEGMENT] = first
+        first += (table[k, SMALL_STOP] - table[k, SMALL_START] + length - 1) // length
+    table[-1, SEGMENTS], table[-1, SEGMENT_ROWS] = first, length
 
 
 @compiled
@@ -83,7 +91,7 @@ def next_wave(  # type: ignore[no-untyped-def]
         for side in range(2):
             child = 2 * nodes[node, split.CHILD] + 1 - small if side else small
             found = result[2 * k + side]
-            slot = table[k, there.LARGE_SLOT if side else there.SMALL_SLOT]
+            slot = table[k, LARGE_SLOT if side else SMALL_SLOT]
             _note_split(child, found, nodes, reals, goes_left, by_feature)
             nodes[child, split.SLOT] = slot
             if not reals[child, split.GAIN] > 0.0:
@@ -102,8 +110,8 @@ def next_wave(  # type: ignore[no-untyped-def]
     blocks, all_rows = np.int64(0), np.int64(0)
     for k in range(most):
         here = table[k]
-        here[there.SMALL_SLOT], here[there.LARGE_SLOT] = -1, -1
-        here[there.FIRST_BLOCK], here[there.FIRST_SEGMENT] = FAR_AWAY, FAR_AWAY
+        here[SMALL_SLOT], here[LARGE_SLOT] = -1, -1
+        here[FIRST_BLOCK], here[FIRST_SEGMENT] = FAR_AWAY, FAR_AWAY
         if k >= count:
             continue
         node = wave[k, NODE]
@@ -111,18 +119,18 @@ def next_wave(  # type: ignore[no-untyped-def]
         parts = goes_left, nodes, reals, node, lefts, monotone, scales, rules
         small = call_at(kernels[DIVIDE], (entries, columns, spare, *parts))
         wave[k, SMALL] = small
-        here[there.START], here[there.STOP] = nodes[node, split.START], nodes[node, split.STOP]
-        here[there.SIDE], here[there.SMALL_SIDE] = nodes[node, split.DEPTH] & 1, 1 - (nodes[node, split.DEPTH] & 1)
-        here[there.FEATURE], here[there.BIN] = nodes[node, split.FEATURE], nodes[node, split.BIN]
-        here[there.MISSING_LEFT], here[there.GROUPS] = nodes[node, split.MISSING_LEFT], nodes[node, split.GROUPS_BELOW]
-        here[there.FIRST_BLOCK] = blocks
-        blocks += (here[there.STOP] - here[there.START] + sizes[0] - 1) // sizes[0]
+        here[START], here[STOP] = nodes[node, split.START], nodes[node, split.STOP]
+        here[SIDE], here[SMALL_SIDE] = nodes[node, split.DEPTH] & 1, 1 - (nodes[node, split.DEPTH] & 1)
+        here[FEATURE], here[BIN] = nodes[node, split.FEATURE], nodes[node, split.BIN]
+        here[MISSING_LEFT], here[GROUPS] = nodes[node, split.MISSING_LEFT], nodes[node, split.GROUPS_BELOW]
+        here[FIRST_BLOCK] = blocks
+        blocks += (here[STOP] - here[START] + sizes[0] - 1) // sizes[0]
         if small >= 0:
             free[-1] -= 1
-            here[there.SMALL_SLOT], here[there.LARGE_SLOT] = free[free[-1]], nodes[node, split.SLOT]
-            here[there.SMALL_START], here[there.SMALL_STOP] = nodes[small, split.START], nodes[small, split.STOP]
-            all_rows += here[there.SMALL_STOP] - here[there.SMALL_START]
-    table[most, there.NODES], table[most, there.BLOCKS] = count, blocks
+            here[SMALL_SLOT], here[LARGE_SLOT] = free[free[-1]], nodes[node, split.SLOT]
+            here[SMALL_START], here[SMALL_STOP] = nodes[small, split.START], nodes[small, split.STOP]
+            all_rows += here[SMALL_STOP] - here[SMALL_START]
+    table[most, NODES], table[most, BLOCKS] = count, blocks
     _set_segments(table, count, all_rows, sizes)
     return count
 
@@ -132,10 +140,10 @@ def root_wave(table, rows, slot, sizes):  # type: ignore[no-untyped-def]
     """Fill `table` for the histogram of all rows."""
     table[:] = 0
     for k in range(table.shape[0] - 1):
-        table[k, there.SMALL_SLOT], table[k, there.LARGE_SLOT] = -1, -1
-        table[k, there.FIRST_BLOCK], table[k, there.FIRST_SEGMENT] = FAR_AWAY, FAR_AWAY
-    table[0, there.SMALL_STOP], table[0, there.SMALL_SLOT], table[0, there.GROUPS] = rows, slot, -1
-    table[-1, there.NODES] = 1
+        table[k, SMALL_SLOT], table[k, LARGE_SLOT] = -1, -1
+        table[k, FIRST_BLOCK], table[k, FIRST_SEGMENT] = FAR_AWAY, FAR_AWAY
+    table[0, SMALL_STOP], table[0, SMALL_SLOT], table[0, GROUPS] = rows, slot, -1
+    table[-1, NODES] = 1
     _set_segments(table, 1, rows, sizes)
 
 

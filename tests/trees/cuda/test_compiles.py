@@ -19,10 +19,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.trees.cuda import binning, kernels, score_kernels
 
-KINDS = dict(bins_ptr="*u8", columns_ptr="*u8", grads_ptr="*i8", hess_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64")
+KINDS = dict(sets_ptr="*u8")
+KINDS |= dict(bins_ptr="*u8", columns_ptr="*u8", grads_ptr="*i8", hess_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64")
 KINDS |= dict.fromkeys(("numbers_ptr", "y_ptr", "scores_ptr", "weights_ptr", "values_ptr", "factor_ptr"), "*fp64")
+KINDS |= dict.fromkeys(("width", "groups"), "i32")
 KINDS |= dict.fromkeys(("rows", "features", "count", "blocks", "depth", "first", "row_stride", "feature_stride"), "i32")
-WAVE = dict(WIDTH=14, K=32)
 
 
 def build(kernel, warps, **constants):
@@ -45,14 +46,15 @@ def build(kernel, warps, **constants):
 ptx = build(kernels.judge_features, 2, K=32, HAS_L1=False)
 assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx
 if sys.argv[1] == "all":
-    shared = dict(IN_GROUPS=2, K=32, SHARED=True, TILE=kernels.TILE, TILES=kernels.TILES)
+    shared = dict(K=32, SHARED=True, TILE=kernels.TILE, TILES=kernels.TILES)
     ptx = build(kernels.add_rows, 16, WIDTH=14, **shared)
     assert ptx.count("red.shared.add.u32") == 2 * 14, "two atomics a bin"
     assert ".local" not in ptx
-    build(kernels.part_rows, 8, **WAVE, BLOCK=1024)
+    for sets in (False, True):
+        build(kernels.part_rows, 8, K=32, BLOCK=1024, SETS=sets)
     build(kernels.pick_features, 1, K=32, WIDE=32)
     build(kernels.judge_features, 2, K=32, HAS_L1=True)
-    build(kernels.lay_out, 4, WIDTH=14, BLOCK=1024)
+    build(kernels.lay_out, 4, BLOCK=1024)
     parts = dict(PARTS=512, BLOCK=1024)
     for kernel in (score_kernels.collect_rows, score_kernels.sum_leaves, score_kernels.add_values):
         build(kernel, 8, **parts)
@@ -62,9 +64,9 @@ if sys.argv[1] == "all":
     build(score_kernels.softmax, 4, CLASSES=3, **shape)
     rounding = dict(STOCHASTIC=True, ALL=True, BLOCK=1024)
     assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)
-    build(score_kernels.walk_rows, 4, WIDTH=14, BLOCK=1024)
+    build(score_kernels.walk_rows, 4, BLOCK=1024)
     build(score_kernels.find_largest, 4, BLOCK=1024)
-    build(binning.bin_numbers, 4, WIDTH=14, BLOCK=1024)
+    build(binning.bin_numbers, 4, BLOCK=1024)
 """
 
 

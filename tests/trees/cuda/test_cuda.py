@@ -14,6 +14,7 @@ from bitplan.trees.objectives import Binary, Multiclass, SquaredError
 from tests.trees.samples import rules, table
 
 pytest.importorskip("triton")
+import triton
 import triton.language as tl
 
 from bitplan.trees.cuda import limits, score_kernels
@@ -32,6 +33,7 @@ def check_same_trees(kind, x, y, weights=None, **settings):
     return there
 
 
+FEW = {"n_estimators": 2}
 SMALL = {"min_child_samples": 5, "max_leaves": 4}
 LONG = [
     (BoostedTreesRegressor, {"gradient_precision": "i16", "growth": "depth", "max_depth": 2, "l1": 0.3}),
@@ -55,6 +57,34 @@ def test_trees_are_those_of_the_cpu(kind, settings):
     weights = np.random.default_rng(1).random(200)
     target = y > 0 if kind is BoostedTreesClassifier else y
     check_same_trees(kind, x, target, weights, **(SMALL | {"n_estimators": 1} | settings))
+
+
+def with_categories(rows, features, missing=0.1):
+    """A table whose second feature is a category, on which the target depends."""
+    x, y = table(rows=rows, features=features, missing=missing)
+    x[:, 1] = np.random.default_rng(2).integers(0, 9, rows)
+    x[::17, 1] = np.nan
+    return x, y + 3 * np.sin(5 * np.nan_to_num(x[:, 1]))
+
+
+BOUNDED = {"monotone_constraints": [1, 0, -1], "max_leaves": 6}
+SETS = {"categorical_features": [1]}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        SETS | {"subsample": 0.7, "max_leaves": 5},
+        BOUNDED,
+        *(pytest.param(BOUNDED | SETS | more, marks=pytest.mark.long) for more in ({}, {"l1": 0.3, "growth": "depth"})),
+    ],
+    ids=str,
+)
+def test_categories_and_monotone_constraints_are_those_of_the_cpu(settings):
+    x, y = with_categories(200, 3)
+    model = check_same_trees(BoostedTreesRegressor, x, y, gradient_precision="i16", **(SMALL | settings | FEW))
+    if "categorical_features" in settings:
+        assert any(numbers is not None for tree in model.booster_.trees for numbers in tree.categories)
 
 
 def test_three_classes_and_the_saved_file(tmp_path):
@@ -111,8 +141,7 @@ def test_scores_are_refused_where_their_tensors_do_not_fit(weights, bytes_a_row,
     ("settings", "message"),
     [
         ({"gradient_precision": "f32"}, "device='cuda': gradient_precision='f32' .* set gradient_precision='i16'"),
-        ({"categorical_features": [2]}, r"device='cuda': categorical features \(feature 2 is one\)"),
-        ({"monotone_constraints": [1, 0, 0]}, "device='cuda': monotone_constraints"),
+        ({"sampling": "gradient", "subsample": 0.3}, "sampling: rows are drawn by gradient on the CPU"),
         ({"device": "gpu"}, "device: expected one of 'cpu', 'cuda', got 'gpu'"),
     ],
     ids=str,
@@ -154,3 +183,41 @@ def test_any_number_of_features_on_a_card(features):
     x, y = table(rows=300_000, features=features)
     settings = {"n_estimators": 2, "max_leaves": 31, "gradient_precision": "i16", "subsample": 0.8}
     check_same_trees(BoostedTreesRegressor, x, y, **settings)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"categorical_features": [1], "subsample": 0.8},
+        {"monotone_constraints": [1, 0, -1, *[0] * 17], "l2": 1.0},
+        {"categorical_features": [1], "monotone_constraints": [1, 0, -1, *[0] * 17], "l1": 0.3, "growth": "depth"},
+        {"categorical_features": [1], "objective": "absolute_error"},
+    ],
+    ids=str,
+)
+def test_categories_and_constraints_of_a_card_are_those_of_the_cpu(settings):
+    x, y = with_categories(100_000, 20)
+    check_same_trees(BoostedTreesRegressor, x, y, n_estimators=3, max_leaves=63, gradient_precision="i16", **settings)
+
+
+@pytest.mark.gpu
+def test_a_second_fit_of_another_width_compiles_the_histograms_alone():
+    """What is not told apart by widths and rows is compiled once; kernels that were compiled ahead are found."""
+    seen: list[str] = []
+
+    def note(*_given, fn, **_more):
+        seen.append(fn.name.rpartition(".")[2])
+
+    settings = {"n_estimators": 2, "max_leaves": 31, "gradient_precision": "i16", "device": "cuda"}
+    triton.knobs.runtime.jit_post_compile_hook = note
+    try:
+        for rows, features in ((50_000, 12), (50_003, 14)):
+            seen.clear()
+            x, y = table(rows=rows, features=features)
+            BoostedTreesClassifier(**settings).fit(x, y > 0)
+    finally:
+        triton.knobs.runtime.jit_post_compile_hook = None
+    by_rows = {"binary", "find_largest", "enter_floats"}  # of a number of rows that 16 divides, and of others
+    assert {name for name in seen if name not in by_rows} <= {"add_rows"}
+    assert len(seen) == len(set(seen)), "compiled ahead, and again"
