@@ -154,14 +154,19 @@ def _look(block: nn.Module) -> list[_Seen]:
     return [_Seen(one, dict(one._modules), frozenset(one._parameters)) for one in block.modules()]
 
 
-def refuse_unmerging(block: StreamedBlock) -> None:
+def mergeable_in(block: StreamedBlock) -> list[nn.Module]:
+    """The modules of a block whose adapters peft can merge; found once, for a block may have a hundred modules."""
+    return [module for module in block.module.modules() if MERGED in module.__dict__]
+
+
+def refuse_unmerging(name: str, mergeable: Iterable[nn.Module]) -> None:
     """Refuse merged adapters that are switched off: peft takes them out of the weight within the layer's forward, where
     it has the copy on the device.
     """
-    for module in block.module.modules():
+    for module in mergeable:
         if module.__dict__.get(MERGED) and module.__dict__.get("_disable_adapters"):
             raise StreamError(
-                f"{block.name}: merged adapters are switched off (disable_adapter); call unmerge_adapter() first"
+                f"{name}: merged adapters are switched off (disable_adapter); call unmerge_adapter() first"
             )
 
 

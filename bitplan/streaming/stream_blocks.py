@@ -42,7 +42,7 @@ from bitplan.streaming.options import (
     check_norm,
     own_format,
 )
-from bitplan.streaming.reencode_blocks import BlockUpkeep, formats_of, lay_out_all, refuse_unmerging
+from bitplan.streaming.reencode_blocks import BlockUpkeep, formats_of, lay_out_all, mergeable_in, refuse_unmerging
 from bitplan.streaming.routed_experts import Mixture, RoutedExperts, take_out_experts
 from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
@@ -65,6 +65,7 @@ class BlockCalls:
     def __init__(self, stream: BlockStream) -> None:
         self._stream, self._loader, self._training = stream, stream._loader, stream.training
         self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
+        self._mergeable: list[list[nn.Module]] = [mergeable_in(block) for block in stream.blocks]
 
     def wrap(self, index: int, block: StreamedBlock, forward: Callable[..., Any]) -> None:
         """Put `forward`, wrapped, in the place of a block's own; outside of it, so that it may be compiled code."""
@@ -110,7 +111,7 @@ class BlockCalls:
         self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         grad = torch.is_grad_enabled()
-        refuse_unmerging(block)
+        refuse_unmerging(block.name, self._mergeable[index])
         if self._loader.step is None:
             if grad:
                 raise StreamError(
@@ -136,12 +137,15 @@ class BlockCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         grad = torch.is_grad_enabled()
-        weights = self._loader.weights(index, wraps=not block.module.training or self._stream.train == "nothing")
+        settled = None if self._stream.experts is not None else self._loader.settled(index)
+        weights = settled
+        if weights is None:
+            weights = self._loader.weights(index, wraps=not block.module.training or self._stream.train == "nothing")
         if grad and self._training is not None:
             weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
         try:
             _put_into_modules(block, weights)
-            with save_weights_by_place(self._loader) if grad else nullcontext():
+            with save_weights_by_place(self._loader) if grad and settled is None else nullcontext():
                 output = forward(*args, **kwargs)
         finally:
             try:

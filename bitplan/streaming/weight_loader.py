@@ -8,12 +8,17 @@ runs; backward asks when autograd unpacks a saved weight; the two look the same 
 A block that lies in the scratch as a whole (`BlockLayout.leaves_slot`) gives its slot away as soon as it is decoded. It
 stays in the scratch until another block is decoded: at the turn from forward to backward, and from one step to the
 next, the same block computes twice and is neither sent nor decoded again.
+
+Where every block has memory of its own and none is trained (slots="auto" on a large device), the loader has nothing to
+do once all have arrived: from the next step on the weights are `settled`, and blocks take them without a question, a
+mark or a hook of autograd's. When they change, graphs that saved them are made invalid as torch does it, by version.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor
 
 from bitplan.base.records import on_failure
@@ -62,6 +67,7 @@ class WeightLoader:
         self.is_allocated = False  # the last `allocate` was not interrupted
         self.step_bytes: int | None = None  # what a step takes beside its slots, at most, of those that were seen
         self._ring: SlotRing | None = None
+        self._settled: list[dict[str, Tensor]] | None = None
         self._decoder = SlotDecoder()
         self._worker = Worker("transfer")
         self._uploader = Uploader(device, host, self._worker)
@@ -96,6 +102,7 @@ class WeightLoader:
         largest = max(layout.nbytes for layout in layouts)
         size = largest if slot_bytes is None else slot_bytes
         scratch = max(layout.scratch_nbytes for layout in layouts)
+        self._unsettle()
         self.is_allocated = False
         self.layouts = list(layouts)
         self._decoder.forget(layouts)
@@ -120,6 +127,7 @@ class WeightLoader:
 
     def free(self) -> None:
         """Give all device memory back."""
+        self._unsettle()
         self._leave()
         self._decoded = None
         if self._ring is not None:
@@ -216,6 +224,7 @@ class WeightLoader:
         if self.activations is not None:
             self.activations.start(recorder)
         self._prefetch()
+        self._settle()
         self.is_broken = False
 
     def stop(self) -> None:
@@ -265,6 +274,7 @@ class WeightLoader:
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
         """The host's bytes of these blocks (None: all) change: their copies on the device become invalid."""
+        self._unsettle()
         self._leave()
         if blocks is None or self._decoded in blocks:
             self._decoded = None
@@ -316,6 +326,40 @@ class WeightLoader:
         """The parameters of a block, for all work that is queued from now until another block is asked for."""
         self._acquire(block, wraps=wraps)
         return self._decoder.weights(block, self._buffer, self.ring.scratch_of(block))
+
+    def settled(self, block: int) -> dict[str, Tensor] | None:
+        """The parameters of a block, where all blocks lie on the device until weights or formats change."""
+        if self._settled is None:
+            return None
+        if self.recorder is not None:
+            self.recorder.hits += 1
+        return self._settled[block]
+
+    def _settle(self) -> None:
+        """At the beginning of a step: find out whether every block has arrived for good."""
+        ring = self._ring
+        if self._settled is not None or self.training is not None or ring is None or ring.slots:
+            return
+        if len(ring.resident) == len(self.names) and all(map(self._has_arrived, ring.resident)):
+            self._settled = [
+                self._decoder.weights(block, ring.resident[block].buffer, ring.scratch_of(block))
+                for block in range(len(self.names))
+            ]
+
+    def _has_arrived(self, block: int) -> bool:
+        slot = self.ring.resident[block]
+        if slot.block != block or slot.transfer is None or slot.transfer.copied is None:
+            return False
+        return slot.transfer.is_done(self.device) and (slot.is_decoded or not self.layouts[block].scratch_nbytes)
+
+    def _unsettle(self) -> None:
+        """Settled weights change: after all that is queued; and not under a graph that has saved them."""
+        if self._settled is not None:
+            mark = self.device.mark()
+            for slot in self.ring.resident.values():
+                slot.free_after = mark
+                torch.autograd.graph.increment_version([slot.buffer, *([] if slot.scratch is None else [slot.scratch])])
+            self._settled = None
 
     @property
     def serial(self) -> int:

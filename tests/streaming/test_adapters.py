@@ -12,11 +12,12 @@ from torch.autograd.graph import save_on_cpu
 
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
-from bitplan.streaming.transfer.devices import SimulatedDevice
+from bitplan.streaming.transfer.devices import Mark, SimulatedDevice
 from tests.crosses import few
 from tests.streaming.stream_samples import (
     CHECKPOINTING,
     COUNT,
+    OPTIONS,
     LowRank,
     assert_equal,
     batch,
@@ -224,3 +225,50 @@ def test_blocks_that_save_sparse_tensors():
     assert_equal(
         *({name: one.grad for name, one in each.named_parameters() if one.requires_grad} for each in (model, resident))
     )
+
+
+@pytest.mark.parametrize("formats", [None, "int8_row"])
+def test_blocks_that_stay_cost_nothing_once_they_have_arrived(formats):
+    """After the first step no mark, wait or hook of autograd is left; when weights change all of it comes back."""
+    model = make_stack(adapters=True)
+    model.checkpointing = "reentrant"
+    marks = []
+
+    class Counting(SimulatedDevice):
+        def mark(self) -> Mark:
+            marks.append(1)
+            return super().mark()
+
+    def step(number):
+        model.zero_grad()
+        stream.begin_step(number)
+        before = len(marks)
+        loss = model(batch(0)).sum()
+        loss.backward()
+        taken, found = len(marks) - before, gradients(model)
+        stream.end_step()
+        return loss.detach(), found, taken
+
+    with stream_blocks(model, "layers.*", device=Counting(), formats=formats, options=OPTIONS) as stream:
+        first = step(0)
+        second = step(1)
+        assert (first[2] > 0, second[2]) == (True, 0)
+        assert torch.equal(second[0], first[0])
+        assert_equal(second[1], first[1])
+        assert stream.stats.last.prefetch_hits >= COUNT
+        stream.begin_step(2)
+        model.checkpointing = "none"
+        late = model(batch(0)).sum()
+        model.checkpointing = "reentrant"
+        stream.end_step()
+        with torch.no_grad():
+            model.layers[2].down.weight.mul_(2.0)
+        changed = step(3)
+        assert changed[2] > 0
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            late.backward()
+        settled = step(4)
+        assert settled[2] == 0
+        assert torch.equal(settled[0], changed[0])
+        assert_equal(settled[1], changed[1])
+        assert not torch.equal(settled[0], first[0])
