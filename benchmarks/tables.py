@@ -839,13 +839,13 @@ PLACES = {  # page: its tables
     "docs/quality.md": (small_quality_table,),
     "docs/packed.md": (decode_table, launched_table, prompts_table),
     "docs/streaming.md": (streaming_table, streaming_auto_table),
-    "docs/selective-precision.md": (selective_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
         fp8_training_table,
         fp8_training_speed_table,
     ),
     "docs/log.md": (
+        selective_table,
         fp8_cast_table,
         fp8_layers_table,
         fp8_linear_table,

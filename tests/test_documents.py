@@ -23,6 +23,7 @@ from bitplan.fp8.policy.rules import load_policy
 from bitplan.packed import crossover
 from bitplan.packed.machine import examine_machine
 from bitplan.plan import Manifest, Plan, plan
+from bitplan.plan.from_records import read_run_log
 from bitplan.plan.manifest import expand_raw_map, manifest_schema
 from bitplan.report.page import build_sections
 from bitplan.report.read_records import read_records
@@ -47,6 +48,7 @@ RECORDS = {
     "findings": "findings",
     "calibration": "calibration",
     "selective-telemetry": "precision",
+    "run-log": "run_plan",
     "stream-telemetry": "stream",
     "drift": "drift",
     "quality": "quality",
@@ -149,6 +151,12 @@ def test_selective_state(example, tmp_path):
     with stream_blocks(model, "*", device="cpu", slots=2) as stream, SelectivePrecisionPolicy(stream, config) as policy:
         policy.load(example("selective-state"))
         assert policy.state_dict() == document | {"policy": inner | {"config": config.to_document()}}
+
+
+def test_run_log(example):
+    log = read_run_log(example("run-log"))
+    assert [one.to for one in log.changes] == ["fp8:tensorwise", "bfloat16"]
+    assert log.plan(9)["0.fprop"].evidence["impact"] == 0.0004
 
 
 def test_stream_state(example):

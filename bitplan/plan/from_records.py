@@ -4,6 +4,7 @@
     plan.json                                 its own    its own                                 its own
     an FP8 policy                             product    llm.row.fc2.4096x14336.tp1.fprop@8192   fp8:RECIPE, bfloat16
     a state or log of selective precision     wire       the block or layer                      that it is sent in
+    a log of a run's plan                     its own    BLOCK.PART: fprop, dgrad, wgrad, wire, moments
     a saved model of boosted trees            gradient   gradients                               float32, i16 or i8
 
 A product has an entry for every token count that was measured (`@8192`, and `tokens` in its evidence), a block has the
@@ -17,14 +18,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bitplan.base.documents import Fields, load_document, reading_error, show
 from bitplan.base.errors import FileFormatError, PlanFileError
 from bitplan.base.records import check_input, parse_json
 from bitplan.plan.plan import DOCUMENT, Choice, Plan, Planned, plan_file
 
+RUN_LOG = "bitplan-run-log"
 BF16 = "bfloat16"
 WIN = "win"
 MAX_LINE_BYTES = 8 * 2**20
@@ -50,10 +53,13 @@ def read_plan(path: str | Path) -> Plan:
         check_input(path)
         with path.open("rb") as file:
             first = file.readline(MAX_LINE_BYTES)
+            is_run = RUN_LOG.encode() in first
             is_log = b'"step_id"' in first and first.rstrip().endswith(b"}")
             lines = [first, *file] if is_log else []
     except (OSError, FileFormatError) as fault:
         raise reading_error(fault, path, PlanFileError) from None
+    if is_run:
+        return read_run_log(path).plan(at)
     if is_log:
         return plan_of_log(_whole_lines(lines, str(path)), at, where=str(path))
     return plan_of_document(load_document(path, PlanFileError), at, where=str(path))
@@ -175,6 +181,80 @@ def _whole_lines(lines: Iterable[bytes], where: str) -> Iterable[tuple[int, Any]
             yield number, parse_json(line, where=where)
         except FileFormatError:
             continue
+
+
+# ---- a run's plan ----------------------------------------------------------------------------------------------------
+
+
+class RunChange(NamedTuple):
+    """A row of a run's plan gets another format from a step on."""
+
+    step: int
+    name: str
+    before: str
+    to: str
+    reason: str
+    evidence: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The log of a run's plan: how it began, and its changes; those that a resumed run made again are there once."""
+
+    where: str
+    settings: Mapping[str, Any]
+    rows: Mapping[str, Mapping[str, str]]
+    changes: tuple[RunChange, ...]
+
+    def plan(self, step: int | None = None) -> Plan:
+        """The plan at a step; at the end if None."""
+        entries = {
+            name: Planned(Choice(row["format"], row["reason"], cause="default"), kind=row["kind"])  # type: ignore[arg-type]
+            for name, row in self.rows.items()
+        }
+        for one in self.changes:
+            if step is None or one.step <= step:
+                choice = Choice(one.to, one.reason, {"step": one.step, **one.evidence}, "policy")
+                entries[one.name] = replace(entries[one.name], choice=choice)
+        return Plan(entries)
+
+
+def read_run_log(path: str | Path) -> RunLog:
+    """The log that a `RunController` wrote; a line that its killed writer left torn at the end is left out."""
+    path = Path(path)
+    try:
+        check_input(path)
+        lines = path.read_bytes().split(b"\n")
+        values = [parse_json(line, where=f"{path}: line {at}") for at, line in enumerate(lines[:-1], 1)]
+    except (OSError, FileFormatError) as fault:
+        raise reading_error(fault, path, PlanFileError) from None
+    return run_log_of(values, str(path))
+
+
+def run_log_of(values: Iterable[Any], where: str) -> RunLog:
+    """The same from its values, a line each."""
+    fields = [_Fields(value, f"{where}: line {at}") for at, value in enumerate(values, 1)]
+    if not fields or fields[0].text("document", "") != RUN_LOG or fields[0].whole("version") != 1:
+        raise PlanFileError(f"{where}: expected a {RUN_LOG} of version 1")
+    head, *lines = fields
+    rows = {name: {key: row.text(key) for key in ("format", "kind", "reason")} for name, row in head.items("rows")}
+    changes: list[RunChange] = []
+    for line in lines:
+        number = line.whole("number")
+        if "resumed_after" in line:
+            del changes[number:]
+        if number != len(changes):
+            raise PlanFileError(f"{line.where}: change {len(changes)} is missing, got {number}: the log has lost lines")
+        if "resumed_after" in line:
+            continue
+        name = line.text("name")
+        if name not in rows:
+            line.fail("name", f"one of the {len(rows)} rows that the log begins with", name)
+        evidence = line.fields("evidence").value
+        changes.append(
+            RunChange(line.whole("step"), name, line.text("from"), line.text("to"), line.text("reason"), evidence)
+        )
+    return RunLog(where, head.fields("settings").value, rows, tuple(changes))
 
 
 # ---- gradients of trees ----------------------------------------------------------------------------------------------

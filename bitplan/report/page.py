@@ -24,6 +24,7 @@ from bitplan.report.section_of_machine import machine_section
 from bitplan.report.section_of_plan import RECORDS, findings_section, plan_section, run_section
 from bitplan.report.section_of_precision import precision_section
 from bitplan.report.section_of_quality import errors_section, quality_section
+from bitplan.report.section_of_run import run_plan_section
 from bitplan.report.section_of_search import progress_section, search_section
 from bitplan.report.section_of_speed import benchmark_section, speed_section
 from bitplan.report.section_of_streaming import stream_section, training_section
@@ -38,6 +39,7 @@ SECTIONS: tuple[tuple[tuple[str, ...], Callable[[Sequence[Record]], Section | No
     (("findings",), findings_section),
     (("quality",), quality_section),
     (("training",), training_section),
+    (("run_plan",), run_plan_section),
     (("precision",), precision_section),
     (("stream",), stream_section),
     (("fp8_policy", "fp8_report", "crossover"), speed_section),

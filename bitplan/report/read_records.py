@@ -152,6 +152,7 @@ KINDS = (
         steps=True,
         unchanged=b'"precision_changes": 0,',
     ),
+    RecordKind("run_plan", "log of a run's plan", _has("rows"), lines=True, document="bitplan-run-log", versions=(1,)),
     RecordKind("stream", "streaming telemetry", _has("step", "step_ms", "copy_ms", "stall_ms"), lines=True, steps=True),
     RecordKind("drift", "drift log", _has("step", "name", "relative_error"), lines=True, steps=True),
     RecordKind("drift", "drift of a checkpoint", _has("layers", "findings")),

@@ -58,6 +58,8 @@ from bitplan.streaming.transfer.schedule import Slots
 from bitplan.streaming.transfer.transfer_limits import Pressure, RuntimeLimitHints
 from bitplan.streaming.weight_loader import WeightLoader
 
+REUSE = "reuse_weight_cast"  # of FP8 layers
+
 
 class BlockCalls:
     """The wrapped blocks of one stream."""
@@ -66,6 +68,7 @@ class BlockCalls:
         self._stream, self._loader, self._training = stream, stream._loader, stream.training
         self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
         self._mergeable: list[list[nn.Module]] = [mergeable_in(block) for block in stream.blocks]
+        self._reusing: list[nn.Module] = []  # layers that keep casts of their weights, by where those lie in memory
 
     def wrap(self, index: int, block: StreamedBlock, forward: Callable[..., Any]) -> None:
         """Put `forward`, wrapped, in the place of a block's own; outside of it, so that it may be compiled code."""
@@ -86,6 +89,10 @@ class BlockCalls:
         # `model.to(...)`, which every trainer calls, must not move a streamed block: it would no longer be streamed.
         block.module._apply = lambda *_args, **_options: block.module  # type: ignore[method-assign]
         setattr(block.module, STREAMED, True)
+        for module in block.module.modules():
+            if getattr(module, REUSE, False):  # where a weight lies now, another block's will lie next
+                setattr(module, REUSE, False)
+                self._reusing.append(module)
         block.module.__reduce_ex__ = functools.partial(_refuse_copy, block.name)  # type: ignore[method-assign]
 
     def unwrap(self) -> None:
@@ -95,7 +102,9 @@ class BlockCalls:
                 block.module.__dict__.pop(name, None)
             if own_forward is not None:
                 block.module.forward = own_forward
-        self._wrapped = []
+        for module in self._reusing:
+            setattr(module, REUSE, True)
+        self._wrapped, self._reusing = [], []
 
     def _in_turn(
         self, compute: Compute, index: int, block: StreamedBlock, args: tuple[Any, ...], kwargs: dict[str, Any]

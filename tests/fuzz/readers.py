@@ -78,8 +78,8 @@ class Reader(NamedTuple):
 
 
 RECORDS = (
-    "plan", "front", "search-progress", "findings", "calibration", "selective-telemetry", "stream-telemetry", "drift",
-    "quality", "fp8-report", "fp8-policy", "crossover", "training-log", "machine", "benchmark-results",
+    "plan", "front", "search-progress", "findings", "calibration", "selective-telemetry", "run-log", "stream-telemetry",
+    "drift",    "quality", "fp8-report", "fp8-policy", "crossover", "training-log", "machine", "benchmark-results",
 )  # fmt: skip
 
 PACKED = ("config.json", "generation_config.json", "bitplan_plan.json")

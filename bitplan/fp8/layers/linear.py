@@ -16,7 +16,8 @@ accumulation (`fp8.layer_settings`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Self
 
 import torch
@@ -86,6 +87,7 @@ class Fp8Linear(CastsWeight, nn.Linear):
 
     def _set_up(self, recipe: Fp8Recipe, gemms: GemmChoice | None, fp8_param: bool, reuse: bool) -> None:
         self.recipe, self.gemms = recipe, gemms or GemmChoice.all(recipe.name)
+        self.made_with = self.gemms  # whatever `set_products` says since
         self.reuse_weight_cast = reuse
         self.fp8_param = fp8_param
         check_shape(self.gemms, (self.out_features, self.in_features), type(self).__name__)
@@ -111,6 +113,17 @@ class Fp8Linear(CastsWeight, nn.Linear):
             destination[f"{prefix}weight"] = plain_numbers(destination[f"{prefix}weight"])
         if self.is_turned and f"{prefix}weight" in destination:
             destination[f"{prefix}weight"] = destination[f"{prefix}weight"].t().contiguous()
+
+    def set_products(self, products: Mapping[str, str]) -> None:
+        """From the next forward on run these products ("fprop", "dgrad", "wgrad") by these recipes, or in "bf16"."""
+        if self.fp8_param:
+            raise Fp8LayerError("the weight is stored in FP8 (fp8_param), so its products stay in FP8")
+        gemms = replace(self.gemms, **products)
+        check_shape(gemms, (self.out_features, self.in_features), type(self).__name__)
+        if self.weight.device.type != "meta":
+            require_fp8(self.weight.device, gemms.recipes)
+        self.gemms = gemms
+        self._text = replace(Fp8Settings.from_text(self._text), gemms=gemms).to_text()
 
     def turn_in_checkpoints(self) -> None:
         """Read and write checkpoints with the transpose of the weight, as GPT-2's Conv1D has it."""

@@ -44,7 +44,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
@@ -92,6 +92,9 @@ from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.telemetry import StreamStepStats
 from bitplan.streaming.training.host_training import GRADIENTS_WAITING
 from bitplan.streaming.transfer.transfer_limits import ConductorState, HeuristicPolicyBridge, Phase, RuntimeLimitHints
+
+if TYPE_CHECKING:
+    from bitplan.streaming.selective.run_controller import RunController
 
 
 class ConductorLink:
@@ -514,6 +517,35 @@ class SelectivePrecisionPolicy(Closing):
         self.probes = LayerProbes(self.units, self.collector, lambda: self.conductor.enter(Phase.BACKWARD))
         self.telemetry = telemetry or PrecisionTelemetry.from_config(self.config, folder)
         self._hook()
+
+    @staticmethod
+    def over_run(
+        stream: BlockStream,
+        *,
+        total_steps: int,
+        probe: Callable[[int], Tensor],
+        log: str | Path | None = None,
+        times: Mapping[str, float] | None = None,
+        **settings: Any,
+    ) -> RunController:
+        """A controller of compute and wire together over a schedule of `total_steps`; `RunSettings` has the rest.
+
+        probe   gives the loss of a fixed batch, number 0 or 1, with its graph
+        log     gets a line for each change, for reports, `read_plan` and `replay_run`
+        times   those of an earlier run of this model on this machine: nothing is timed again
+        """
+        from bitplan.streaming.selective.run_controller import RunController, RunSettings
+
+        return RunController(
+            stream, RunSettings(total_steps=total_steps, **settings), probe=probe, log=log, times=times
+        )
+
+    @staticmethod
+    def replay_run(stream: BlockStream, log: str | Path) -> RunController:
+        """A controller that makes the changes of a run's log at their steps, and measures nothing."""
+        from bitplan.streaming.selective.run_controller import RunController
+
+        return RunController.replay(stream, log)
 
     def _hook(self) -> None:
         self.probes.hook_backward()

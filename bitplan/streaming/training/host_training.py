@@ -428,6 +428,12 @@ class HostTraining:
             gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
 
+    def arrived(self) -> list[Tensor]:
+        """The gradients of the open step, in the order of the weights, when all of them are on the host."""
+        gradients = self.gradients
+        self._await_arrival(gradients)
+        return [gradients.sums[key] for key in self._keys if key in gradients.sums]
+
     def clip(self, max_norm: float, also: Sequence[Tensor]) -> float:
         """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
         if self.gradients.overflowed:
