@@ -40,6 +40,15 @@ def significant(value: float | None, digits: int = 3) -> str:
     return f"{value:,.{max(0, digits - 1 - size)}f}"
 
 
+def two_digits(value: float) -> str:
+    return significant(value, 2)
+
+
+def beside_floor(kl: float, floor: float) -> str:
+    """How many times the noise floor a KL is, which says whether it is good: 1 is what running in bfloat16 costs."""
+    return f"{two_digits(kl / floor)}{TIMES} the noise floor, {two_digits(floor)}" if floor > 0 else "no noise"
+
+
 def nbytes(value: float | None) -> str:
     """Bytes in decimal units, as disks count."""
     if value is None:

@@ -113,22 +113,28 @@ def _bar(sections: Sequence[Section], title: str) -> Markup:
 
 
 def _summary(sections: Sequence[Section], title: str) -> Markup:
-    facts = [fact for section in sections for fact in section.facts]
-    tiles = [
-        tag("li", tag("b", fact.value), tag("span", fact.label), tag("small", fact.note) if fact.note else "")
-        for fact in facts
-    ]
+    parts = [_facts(section) for section in sections if section.facts]
     lines = [tag("li", line) for section in sections for line in section.summary]
     lead = next((section.lead for section in sections if section.lead), "")
     return tag(
         "section",
         tag("h1", title),
         tag("p", lead, class_="lead") if lead else "",
-        tag("ul", *tiles, class_="facts") if tiles else "",
+        tag("div", *parts, class_="parts") if parts else "",
         tag("ul", *lines, class_="summary-lines"),
         id="summary",
         aria_label="Summary",
     )
+
+
+def _facts(section: Section) -> Markup:
+    """The figures of a part, under its name."""
+    tiles = [
+        tag("li", tag("b", fact.value), tag("span", fact.label), tag("small", fact.note) if fact.note else "")
+        for fact in section.facts
+    ]
+    name = tag("a", section.title, href=f"#{section.anchor}")
+    return tag("div", tag("p", name), tag("ul", *tiles, class_="facts"), class_=f"part n{min(len(tiles), 4)}")
 
 
 def _part(section: Section) -> Markup:

@@ -19,7 +19,7 @@ from bitplan.report.chart import (
     segment,
     text,
 )
-from bitplan.report.markup import Markup, count, join, nbytes, percent, significant, tag
+from bitplan.report.markup import Markup, beside_floor, count, join, nbytes, percent, significant, tag
 from bitplan.report.read_records import Record, RecordFields
 from bitplan.report.section import (
     Column,
@@ -78,8 +78,8 @@ def _sentence(found: RecordFields) -> str:
 def _facts(found: RecordFields) -> list[Fact]:
     plan, floor = found.fields("plan"), found.number("noise_floor", None)
     share = found.number("needed_bytes") / max(1, found.fields("goal").number("memory"))
-    noise = "" if floor is None else f"noise floor {significant(floor, 2)}"
     known = plan.number("kl", None)
+    noise = "" if floor is None else beside_floor(plan.number("predicted") if known is None else known, floor)
     label = "nats a token from the model" + ("" if known is not None else ", predicted")
     return [
         Fact(nbytes(found.number("needed_bytes")), f"of memory, {percent(share)} of the goal", _goal(found)),

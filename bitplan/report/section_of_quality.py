@@ -30,7 +30,7 @@ from bitplan.report.chart import (
     text,
     whisker,
 )
-from bitplan.report.markup import NONE, TO, Markup, count, join, nbytes, percent, plural, significant, tag
+from bitplan.report.markup import NONE, TO, Markup, count, join, nbytes, percent, plural, significant, tag, two_digits
 from bitplan.report.read_records import Record, RecordFields, ReportError
 from bitplan.report.section import Cell, Column, Fact, Section, cards, column_table, figure, one_by_one, source, told
 
@@ -366,6 +366,8 @@ def _kl_chart(rows: Sequence[RecordFields]) -> Markup | None:
 def _table(record: Record, rows: Sequence[RecordFields]) -> Markup:
     intervals, distances = [_interval(row) for row in rows], [_kl(row) for row in rows]
     same = [row.fields("top1_agreement").number("mean") if "top1_agreement" in row else None for row in rows]
+    floor = next((kl[0] for row, kl in zip(rows, distances, strict=True) if kl and _name(row).startswith(FLOOR)), None)
+    over = [kl[0] / floor if kl and floor else None for kl in distances]
     between = [f"{significant(each[0], 4)} {TO} {significant(each[1], 4)}" if each else NONE for each in intervals]
     return column_table(
         f"perplexity by format, {record.name}",
@@ -380,6 +382,7 @@ def _table(record: Record, rows: Sequence[RecordFields]) -> Markup:
             Column("KL, nats a token", numeric=True),
             [Cell(f"{significant(kl[0])} ± {significant(kl[1], 2)}", kl[0]) if kl else NONE for kl in distances],
         ),
+        (Column("KL / floor", numeric=True), [figure(each, two_digits) for each in over]),
         (Column("Same top token", numeric=True), [figure(each, percent) for each in same]),
     )
 

@@ -23,7 +23,19 @@ from bitplan.report.chart import (
     text,
     whisker,
 )
-from bitplan.report.markup import TIMES, Markup, count, join, nbytes, percent, plural, significant, tag
+from bitplan.report.markup import (
+    TIMES,
+    Markup,
+    beside_floor,
+    count,
+    join,
+    nbytes,
+    percent,
+    plural,
+    significant,
+    tag,
+    two_digits,
+)
 from bitplan.report.read_records import Record, RecordFields
 from bitplan.report.section import (
     Cell,
@@ -124,8 +136,8 @@ def _sentence(found: RecordFields) -> str:
     formats = {cell.text("format") for cell in found.each("heat")}
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
     perplexity = plan.number("perplexity", None)
-    kl, noise = significant(plan.number("kl")), significant(floor.number("kl"), 2)
-    cost = f"{kl} nats a token from the model (noise floor {noise})"
+    kl, noise = plan.number("kl"), floor.number("kl")
+    cost = f"{significant(kl)} nats a token from the model ({beside_floor(kl, noise)})"
     if perplexity is not None:
         cost += f", perplexity {significant(perplexity, 4)} for {significant(reference.number('perplexity'), 4)}"
     return (
@@ -157,7 +169,7 @@ def _facts(found: RecordFields) -> list[Fact]:
         Fact(
             significant(plan.number("kl")),
             "nats a token from the model",
-            _missed(found).strip() or f"noise floor {significant(floor.number('kl'), 2)}",
+            _missed(found).strip() or beside_floor(plan.number("kl"), floor.number("kl")),
         ),
     ]
     perplexity = plan.number("perplexity", None)
@@ -226,9 +238,12 @@ def _rival(found: RecordFields) -> str:
     goal, more = found.fields("goal"), ", more than the goal allows,"
     is_larger = any(key in goal and close.number(key) > goal.number(key) for key in ("bits", "bytes"))
     is_farther = "max_kl" in goal and theirs > goal.number("max_kl")
+    compared = f"{significant(theirs / ours)}{TIMES} as much"
+    if theirs < ours:
+        compared = f"{significant(ours / theirs)}{TIMES} less"
     return (
         f"Without a search, {close.text('label')} takes {nbytes(close.number('bytes'))}{more if is_larger else ''} and "
-        f"is {significant(theirs)} nats off{more if is_farther else ','} {significant(theirs / ours)}{TIMES} as much."
+        f"is {significant(theirs)} nats off{more if is_farther else ','} {compared}."
     )
 
 
@@ -445,11 +460,15 @@ def _interval(row: RecordFields) -> list[float] | None:
 
 def _tables(found: RecordFields) -> Markup:
     rows = list(found.each("measured"))
-    intervals = [_interval(each) for each in rows]
+    intervals, floor = [_interval(each) for each in rows], found.fields("noise_floor").number("kl")
     measured = column_table(
         f"what was measured on {count(found.fields('reference').whole('tokens'))} tokens",
         (Column("Plan", mono=True), [each.text("label") for each in rows]),
         (Column("KL", numeric=True), [figure(each.number("kl"), significant) for each in rows]),
+        (
+            Column("KL / floor", numeric=True),
+            [figure(each.number("kl") / floor if floor else None, two_digits) for each in rows],
+        ),
         (Column("Bytes", numeric=True), [figure(each.number("bytes"), nbytes) for each in rows]),
         (Column("Bits", numeric=True), [figure(each.number("bits"), _four_digits) for each in rows]),
         (

@@ -110,6 +110,15 @@ def test_a_page_begins_with_one_sentence_and_a_plan_has_one_size_and_one_perplex
     assert "11.616" in page([tmp_path / "quality.json"], tmp_path)
 
 
+def test_figures_stand_under_their_part_and_beside_the_noise_floor(everything, tmp_path):
+    text = page(everything, tmp_path)
+    parts = re.findall(r'<div class="part n(\d)"><p><a href="#([\w-]+)">.*?</a></p>(<ul class="facts">.*?</ul>)', text)
+    assert [name for _, name, _ in parts] == ["search", "findings", "precision", "streaming", "speed"]
+    assert all(f'<section id="{name}">' in text and tiles.count("<b>") == int(n) for n, name, tiles in parts)
+    assert "210\N{MULTIPLICATION SIGN} the noise floor, 0.00010" in parts[0][2]
+    assert ">KL / floor<" in text
+
+
 def test_long_tables_are_folded_and_two_points_are_no_picture(tmp_path):
     text = page(samples.write_plan(tmp_path), tmp_path)
     assert re.search(r"<details><summary>The [\d,]+ tensors of the plan</summary>", text)
