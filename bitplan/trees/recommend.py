@@ -13,10 +13,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from bitplan.base.records import write_json
 from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import NO_WEIGHTS, Array, GradientPrecision, TreesError
 from bitplan.trees.scikit import clone, type_of_target
@@ -73,6 +75,17 @@ class PrecisionAdvice:
     def fit_seconds(self) -> dict[GradientPrecision, float]:
         """What the whole fit will take in each precision."""
         return {one.precision: one.fit_s(self.table.rounds) for one in self.seen}
+
+    def save(self, path: str | Path) -> None:
+        """Write a plan with one entry, `gradients`, which `read_plan`, `diff`, `explain` and `report` read."""
+        evidence: dict[str, Any] = {key: getattr(self.table, key) for key in ("rows", "features", "threads", "rounds")}
+        for one in self.seen:
+            name = one.precision.value
+            evidence |= {f"{name}_seconds": list(one.seconds), f"{name}_setup_s": one.setup_s, f"{name}_loss": one.loss}
+        fmt = "float32" if self.precision is GradientPrecision.F32 else self.precision.value
+        entry = {"format": fmt, "kind": "gradient", "reason": self.reason, "evidence": evidence}
+        document = {"document": "bitplan-plan", "version": 1, "tensors": {"gradients": {**entry, "cause": "policy"}}}
+        write_json(path, document)
 
     def __str__(self) -> str:
         rows = [

@@ -16,6 +16,8 @@ from bitplan.streaming.selective.decide import BlockPrecisionHint
 from bitplan.streaming.selective.state import PolicyState, UnitState, save_state
 from bitplan.streaming.selective.training_policy import PrecisionTelemetry
 from bitplan.trees import BoostedTreesRegressor
+from bitplan.trees.gradients import GradientPrecision
+from bitplan.trees.recommend import PrecisionSeen, TableSeen, advise
 from tests.fp8.policy.fp8_samples import report, series
 
 
@@ -84,6 +86,28 @@ def test_a_model_of_trees_is_a_plan_of_gradients(folder):
     assert plan.entries["gradients"].kind == "gradient"
     with pytest.raises(PlanFileError, match="only a policy has token counts"):
         read_plan(f"{folder}/trees.json@3")
+
+
+def test_an_advice_for_trees_is_a_plan_with_its_figures(folder, tmp_path, capsys):
+    seen = [
+        PrecisionSeen(precision, (seconds,) * 3, 0.5, 0.1)
+        for precision, seconds in zip(GradientPrecision, (3.0, 2.0, 1.0), strict=True)
+    ]
+    for rows, some in ((1000, seen), (10, [*seen[:2], PrecisionSeen(GradientPrecision.I8, (4.0,) * 3, 0.5)])):
+        advise(some, TableSeen(rows, 5, 2, 100)).save(tmp_path / f"{rows}.json")
+    plan = read_plan(tmp_path / "1000.json")
+    assert (plan["gradients"].format, plan.entries["gradients"].kind) == ("i8", "gradient")
+    assert plan["gradients"].evidence["f32_seconds"] == [3.0, 3.0, 3.0]
+    assert Plan.load(tmp_path / "1000.json") == plan
+    assert run(["diff", str(tmp_path / "10.json"), str(tmp_path / "1000.json"), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)["rows"][0]
+    assert (row["name"], row["from"], row["to"]) == ("gradients", "i16", "i8")
+    assert run(["explain", str(tmp_path / "1000.json"), "gradients"]) == 0
+    assert "f32_seconds: [3.0, 3.0, 3.0]" in capsys.readouterr().out
+    assert run(["diff", f"{folder}/trees.json", str(tmp_path / "1000.json")]) == 0
+    assert "i8" in capsys.readouterr().out
+    assert run(["report", str(folder), str(tmp_path / "1000.json"), "-o", str(tmp_path / "page.html")]) == 0
+    assert "gradients" in (tmp_path / "page.html").read_text()
 
 
 def test_every_kind_comes_back_from_a_plan_document(folder, tmp_path):
