@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from bitplan.base.errors import BitplanError
-from bitplan.report import ReportError, write_report
 from bitplan.report import read_records as reading
-from bitplan.report.read_records import read_records, short_names
+from bitplan.report import write_report
+from bitplan.report.read_records import ReportError, read_records, short_names
 
 from . import samples
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from bitplan.report import ReportError, TrainingLog, log_records
+from bitplan.report import TrainingLog, log_records
+from bitplan.report.read_records import ReportError
 
 DOCUMENTS = Path(__file__).parents[2] / "docs" / "documents"
 
