@@ -133,7 +133,7 @@ def train(
         control = None
         if arm == "controlled":
             settings = RunSettings(
-                total_steps=steps, final_share=0.1, timing_steps=4, groups=2, measure_every=steps,
+                total_steps=steps, final_share=0.1, timing_steps=4, groups=2, measure_every=max(50, steps // 2),
                 feedback_every=max(1, steps // 4), loss_tolerance=0.02,
             )  # fmt: skip
             control = RunController(

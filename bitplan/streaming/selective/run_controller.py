@@ -102,7 +102,7 @@ class RunSettings:
     timing_steps: int = document_key(_COUNT, 4)
     settle_steps: int = document_key(_COUNT, 2)
     least_gain: float = document_key(_SHARE, 0.01)
-    noise_share: float = document_key(_POSITIVE, 0.1)
+    noise_share: float = document_key(_POSITIVE, 0.25)
     measure_every: int | None = document_key(or_null(_COUNT), None)
     feedback_every: int | None = document_key(or_null(_COUNT), None)
     loss_tolerance: float = document_key(_WEIGHT, 0.01)
