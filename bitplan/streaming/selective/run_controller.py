@@ -32,6 +32,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -365,6 +366,12 @@ class RunController(Closing):
             choice = Choice(self._format(row), reason, evidence, cause)  # type: ignore[arg-type]
             entries[name] = Planned(choice, kind=row.kind)
         return Plan(entries)
+
+    def scalars(self) -> dict[str, float]:
+        """For charts: the share of blocks in which each part is low."""
+        parts = Counter(row.part for row in self.rows.values() if row.low is not None)
+        low = Counter(self.rows[name].part for name in self.state.low)
+        return {f"run_plan/low_{part}": low[part] / count for part, count in parts.items()}
 
     def _format(self, row: RunRow) -> str:
         return row.low if row.low is not None and row.name in self.state.low else row.high

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
@@ -47,7 +47,11 @@ from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings
 from bitplan.streaming.training.processes import hide_from_ddp
 
+if TYPE_CHECKING:
+    from bitplan.streaming.selective.run_controller import RunController
+
 log = logging.getLogger("bitplan")
+Policy: TypeAlias = "SelectivePrecisionPolicy | RunController"
 STATE_FILE = "selective_precision.json"
 NO_LIMIT = sys.float_info.max  # norms are measured, and nothing is clipped
 WEIGHTS_FILE = "streamed_weights.safetensors"
@@ -70,7 +74,7 @@ class TensorBoardScalars:
         else:
             self.writer = target
 
-    def write(self, policy: SelectivePrecisionPolicy, step: int) -> None:
+    def write(self, policy: Policy, step: int) -> None:
         for name, value in policy.scalars().items():
             self.writer.add_scalar(name, value, step)
 
@@ -79,9 +83,9 @@ class TensorBoardScalars:
 
 
 class _TrainerSteps:
-    """A trainer's steps on a stream, with a policy of selective precision or without one."""
+    """A trainer's steps on a stream, with a policy of selective precision, a plan over the run, or neither."""
 
-    def __init__(self, subject: SelectivePrecisionPolicy | BlockStream, scalars: TensorBoardScalars | None) -> None:
+    def __init__(self, subject: Policy | BlockStream, scalars: TensorBoardScalars | None) -> None:
         self.policy = None if isinstance(subject, BlockStream) else subject
         self.stream = subject if isinstance(subject, BlockStream) else subject.stream
         self.trains, self.adamw = self.stream.training is not None, _FollowedOptimizer(self.stream)
@@ -99,7 +103,7 @@ class _TrainerSteps:
         if self.trains and max_norm:
             self.stream.clip_gradients(max_norm, parameters)
         self.adamw.follow(optimizer)
-        if self.policy is not None:
+        if isinstance(self.policy, SelectivePrecisionPolicy):
             self.policy.collect_block_grad_stats()
             self.policy.compute_hints(step)
 
@@ -117,13 +121,16 @@ class _TrainerSteps:
         if self.trains:
             self.stream.synchronize()
 
+    @property
+    def lacks_calibration(self) -> bool:
+        return isinstance(self.policy, SelectivePrecisionPolicy) and self.policy.lacks_calibration
+
     def calibrate(self, loader: Any, batch_size: int | None = None, forward: Forward | None = None) -> None:
-        if self.policy is not None and self.policy.lacks_calibration:
+        if self.lacks_calibration:
+            assert isinstance(self.policy, SelectivePrecisionPolicy)
             self.policy.calibrate(_unshuffled(loader, batch_size), forward=forward, progress=False)
 
-    def restore(
-        self, load_policy: Callable[[SelectivePrecisionPolicy], None], load_weights: Callable[[], None]
-    ) -> None:
+    def restore(self, load_policy: Callable[[Policy], None], load_weights: Callable[[], None]) -> None:
         """Load both or neither: a policy must not decide from a training that the stream's weights have not had."""
         with ExitStack() as undo:
             if self.policy is not None:
@@ -145,12 +152,12 @@ def streaming_callback(
 
 
 def trainer_callback(
-    subject: SelectivePrecisionPolicy | BlockStream,
+    subject: Policy | BlockStream,
     *,
     scalars: TensorBoardScalars | None = None,
     resume_from: str | Path | None = None,
 ) -> Any:
-    """A callback for transformers.Trainer, of a policy of selective precision or of a stream alone.
+    """A callback for transformers.Trainer, of a policy of selective precision (or `over_run`), or of a stream alone.
 
     The state is saved into each checkpoint. A resumed run reads it from `output_dir/checkpoint-STEP`, or from
     `resume_from` where the checkpoint lies elsewhere.
@@ -165,7 +172,7 @@ def trainer_callback(
             self._max_norm: float | None = None  # of the open step
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if not state.global_step and steps.policy is not None and steps.policy.lacks_calibration:
+            if not state.global_step and steps.lacks_calibration:
                 steps.calibrate(kwargs["train_dataloader"], args.train_batch_size)
             if kwargs.get("optimizer") is not None:  # an optimizer that cannot be followed is refused before a step
                 steps.adamw.follow(kwargs["optimizer"])
@@ -220,7 +227,7 @@ def trainer_callback(
 
 
 def lightning_callback(
-    subject: SelectivePrecisionPolicy | BlockStream,
+    subject: Policy | BlockStream,
     *,
     scalars: TensorBoardScalars | None = None,
     calibration_forward: Forward | None = None,

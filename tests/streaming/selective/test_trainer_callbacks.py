@@ -552,3 +552,37 @@ def test_tensorboard_scalars_are_in_the_file(tmp_path):
         assert events.Scalars(name)[-1].value == pytest.approx(value, rel=1e-6)
         assert events.Scalars(name)[-1].step == 3
     assert {"share_int8", "bytes_saved", "max_sensitivity"} <= {name.split("/")[1] for name in expected}
+
+
+def train_over_a_run(folder, resume=None):
+    from transformers import Trainer, TrainingArguments
+
+    model = Task("weights")
+    x, target = batch(100)[:1], torch.zeros(1, 4)
+    with streaming(model, blocks="stack.layers.*", train="weights") as stream:
+        control = SelectivePrecisionPolicy.over_run(
+            stream, total_steps=8, final_share=0.5, probe=lambda number: model(x + number, target)["loss"],
+            log=folder / "run.jsonl", times={"high": 2.0, "wire": 1.0}, groups=2,
+        )  # fmt: skip
+        arguments = TrainingArguments(
+            str(folder), per_device_train_batch_size=2, max_steps=8, save_steps=4, use_cpu=True, report_to="none",
+            disable_tqdm=True, logging_strategy="no", learning_rate=1e-3,
+        )  # fmt: skip
+        callback = trainer_callback(control)
+        Trainer(model, arguments, train_dataset=rows(), callbacks=[callback]).train(resume_from_checkpoint=resume)
+        control.close()
+        return control.state_dict(), control.scalars(), copy.deepcopy(stream.state_dict())
+
+
+def test_a_plan_over_a_run_goes_with_the_trainer_and_its_checkpoints(tmp_path):
+    pytest.importorskip("transformers")
+    whole = train_over_a_run(tmp_path)
+    reasons = [one["reason"] for one in whole[0]["state"]["reasons"].values()]
+    assert reasons
+    assert all(reason.startswith("final part") for reason in reasons)
+    assert whole[1] == {"run_plan/low_wire": 0.0}
+    middle = json.loads((tmp_path / "checkpoint-4" / STATE_FILE).read_text())["state"]
+    assert middle["low"]
+    again = train_over_a_run(tmp_path, resume=str(tmp_path / "checkpoint-4"))
+    assert again[0] == whole[0]
+    assert_equal(again[2]["tensors"], whole[2]["tensors"])
