@@ -126,7 +126,7 @@ class RoutedExperts:
         self._how: Experts = options.experts
         self._layouts = [_layout_of(mixture) for mixture in mixtures]
         self._seen: list[dict[str, tuple[Any, ...]]] = [{} for _ in mixtures]
-        self._unread: list[tuple[Mixture, Tensor, Mark]] = []  # choices on their way to the host
+        self._unread: deque[tuple[int, Tensor, Mark]] = deque()  # choices on their way to the host
         self._wrapped: list[tuple[Mixture, Callable[..., Any] | None]] = []
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._is_broken = False
@@ -168,12 +168,11 @@ class RoutedExperts:
     def begin(self) -> None:
         """A step begins: read what was chosen, and decide what is sent as a whole."""
         self.memory.fade()
-        arrived = [one for one in self._unread if self._device.has_passed(one[2])]
-        self._unread = [one for one in self._unread if not self._device.has_passed(one[2])]
-        for mixture, flags, _ in arrived:
-            chosen = _numbers(flags, mixture.count)
-            self.memory.count(self.mixtures.index(mixture), chosen)
-            mixture.chose(chosen)
+        while self._unread and self._device.has_passed(self._unread[0][2]):
+            at, flags, _ = self._unread.popleft()
+            chosen = _numbers(flags, self.mixtures[at].count)
+            self.memory.count(at, chosen)
+            self.mixtures[at].chose(chosen)
         if self._how == "auto":
             for mixture in self.mixtures:
                 share = sum(mixture.shares) / max(1, len(mixture.shares))
@@ -310,7 +309,7 @@ class RoutedExperts:
         host.copy_(flags, non_blocking=True)
         mark = self._device.mark()
         if mixture.is_whole:
-            self._unread.append((mixture, host, mark))
+            self._unread.append((at, host, mark))
             return range(mixture.count)
         self._device.finish(mark)
         chosen = _numbers(host, mixture.count)

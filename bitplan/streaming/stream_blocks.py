@@ -192,6 +192,8 @@ def _put_into_modules(block: StreamedBlock, weights: Mapping[str, Tensor] | None
         held: Any = one.parameter if weights is None else weights[name]
         for module, local in one.places:
             module._parameters[local] = held
+    for one in block.routed.values() if weights is None else ():
+        one.put_back()  # Ctrl-C
 
 
 def _refuse_copy(name: str, _protocol: object) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import random
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from bitplan.streaming.errors import StreamError, TransferError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.expert_memory import runs
+from tests.streaming.interrupts import Interrupter
 from tests.streaming.stream_samples import LowRank, arguments_of, assert_equal, gradients, streaming
 
 HIDDEN, EXPERTS, LAYERS = 32, 16, 4
@@ -271,6 +273,34 @@ def test_a_copy_that_fails_names_its_mixture_and_the_next_step_is_right():
         fail = False
         for got, wanted in zip(train(model, 2, stream), train(resident, 2), strict=True):
             assert_equal(got, wanted)
+
+
+def interrupted_at(at: int | None) -> tuple[list[dict[str, Tensor]], Interrupter]:
+    """Gradients of a step after one that Ctrl-C has ended at this line."""
+    model, interrupter = Model("mixtral"), Interrupter(at)
+    model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    with by_use(model, expert_cache_bytes=20_000, offload_activations=False) as stream:
+        train(model, 1, stream)
+        stream.begin_step(1)
+        try:
+            with interrupter.on():
+                model(tokens_of(5)).backward()
+            stream.end_step()
+        except KeyboardInterrupt:
+            pass
+        model.zero_grad()
+        assert all(isinstance(one, nn.Parameter) for mixture in model.mixtures for one in mixture._parameters.values())
+        return train(model, 2, stream), interrupter
+
+
+def test_a_step_after_ctrl_c_at_any_line_is_right():
+    expected, counted = interrupted_at(None)
+    lines = random.Random(torch.initial_seed()).sample(range(counted.lines), 6)
+    for at in lines:
+        result, interrupter = interrupted_at(at)
+        for got, wanted in zip(result, expected, strict=True):
+            for name, tensor in wanted.items():
+                assert torch.equal(got[name], tensor), f"{name}, interrupted at {interrupter.where}"
 
 
 def test_backward_after_its_step_is_refused():
