@@ -15,11 +15,41 @@ from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import NO_WEIGHTS, Array, TreesError
 from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import check_array, check_consistent_length, column_or_1d
-from bitplan.trees.tables import is_missing
+from bitplan.trees.tables import is_missing, on_host
 
 FLOAT32 = np.finfo(np.float32)
 MAX_TARGET = 1e300
 MAX_COUNT = 2**53  # some settings become float64
+# Our values, by what LightGBM, XGBoost and scikit-learn call them; by setting.
+OTHER_VALUES: dict[str, dict[str, str]] = {
+    setting: {other: ours for ours, others in values.items() for other in others.split()}
+    for setting, values in {
+        "device": {"cuda": "gpu cuda:0"},
+        "growth": {"leaf": "lossguide leafwise leaf-wise", "depth": "depthwise depth-wise SymmetricTree"},
+        "sampling": {"gradient": "goss gradient_based", "uniform": "bagging"},
+        "boosting": {"gradient": "gbdt gbtree gbrt"},
+        "gradient_precision": {"f32": "float32 fp32 float", "i16": "int16", "i8": "int8 quantized"},
+        "importance_type": {"split": "weight", "gain": "total_gain"},
+        "objective": {
+            "squared_error": "regression regression_l2 l2 mse mean_squared_error rmse reg:squarederror RMSE",
+            "absolute_error": "regression_l1 l1 mae mean_absolute_error reg:absoluteerror MAE",
+            "poisson": "count:poisson Poisson",
+            "gamma": "reg:gamma",
+            "tweedie": "reg:tweedie Tweedie",
+            "quantile": "reg:quantileerror Quantile",
+            "huber": "reg:pseudohubererror Huber",
+        },
+        "eval_metric": {
+            "auc": "roc_auc AUC",
+            "average_precision": "ap aucpr",
+            "logloss": "neg_log_loss mlogloss log_loss cross_entropy",
+            "error": "merror binary_error multi_error",
+            "rmse": "root_mean_squared_error neg_root_mean_squared_error",
+            "mse": "mean_squared_error neg_mean_squared_error",
+            "mae": "mean_absolute_error neg_mean_absolute_error",
+        },
+    }.items()
+}
 
 
 def pieces_of(
@@ -86,6 +116,30 @@ def refuse_missing_targets(y: Array) -> None:
         raise TreesError(f"y: has labels of types {', '.join(kinds)}, expected one; convert them first (y.astype(str))")
 
 
+def with_place(error: ValueError, x: Any, y: Any) -> ValueError:
+    """scikit-learn's error about a number that is not finite, with where the first one is."""
+    if "infinity" not in str(error) and "NaN" not in str(error):
+        return error
+    for name, given, what in (("X", x, "NaN is a missing value"), ("y", y, "leave that row out")):
+        if given is None or f"Input {name} " not in str(error):
+            continue
+        try:
+            numbers = np.asarray(given, np.float64)
+        except (TypeError, ValueError):
+            return error
+        wrong = np.isinf(numbers) if name == "X" else ~np.isfinite(numbers)
+        if not wrong.any():
+            return error
+        row, *column = np.argwhere(wrong)[0].tolist()
+        shown = (
+            f", column {list(getattr(given, 'columns', range(numbers.shape[1])))[column[0]]!r:.80}" if column else ""
+        )
+        return TreesError(
+            f"{str(error).split(chr(10))[0]} The first is {numbers[wrong][0]} in row {row}{shown}; {what}"
+        )
+    return error
+
+
 @contextmanager
 def naming_set(place: int) -> Iterator[None]:
     """Errors about X and y are about those of the watched set at this place."""
@@ -99,6 +153,7 @@ def naming_set(place: int) -> Iterator[None]:
 
 def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE, name: str = "sample_weight") -> Array:
     """Weights as float64; empty if there are none, or no rows."""
+    sample_weight = on_host(sample_weight)
     if sample_weight is None or (not len(x) and not len(sample_weight)):
         return NO_WEIGHTS
     if shards.count > 1 and np.shape(sample_weight) == (len(x),) and not np.any(sample_weight):
@@ -127,7 +182,9 @@ def first_scores_of(given: Any, count: int, outputs: int, name: str) -> Array | 
     """Raw scores to begin with as float64 (rows, outputs); flat ones are of one output, or as LightGBM has them."""
     if given is None:
         return None
-    scores: Array = check_array(given, dtype=np.float64, ensure_2d=False, ensure_min_samples=0, input_name=name)
+    scores: Array = check_array(
+        on_host(given), dtype=np.float64, ensure_2d=False, ensure_min_samples=0, input_name=name
+    )
     if scores.shape == (count * outputs,):  # LightGBM's flat order: all rows of the first class, then of the second
         scores = scores.reshape(outputs, count).T
     if scores.shape != (count, outputs):
@@ -168,9 +225,15 @@ def has_default(value: Any, default: Any) -> bool:
     return value is default or (isinstance(value, (str, numbers.Real)) and bool(value == default))
 
 
+def other_name(name: str, value: Any) -> str:
+    """What to say of a value that another library has for a setting, if it has."""
+    ours = OTHER_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    return "" if ours is None else f"; {value!r} is called {ours!r} here"
+
+
 def one_of(name: str, value: Any, known: Any) -> str:
     if value not in known:
-        hint = did_you_mean(str(value), known)
+        hint = other_name(name, value) or did_you_mean(str(value), known)
         raise TreesError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r:.80}{hint}")
     return str(value)
 

@@ -38,6 +38,7 @@ from bitplan.trees.checks import (
     truth,
     weights_of,
     whole_number,
+    with_place,
 )
 from bitplan.trees.continuing import Initial, initial_of
 from bitplan.trees.distributed.agreement import agree
@@ -48,7 +49,7 @@ from bitplan.trees.grow import GrowthRules
 from bitplan.trees.objectives import Objective, custom_metrics, metrics_of
 from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import validate_data
-from bitplan.trees.tables import dense, names_of, refuse_text
+from bitplan.trees.tables import dense, names_of, on_host, refuse_text
 from bitplan.trees.threads import has_infinity, is_large_table, threads_of
 from bitplan.trees.tree import Booster
 
@@ -207,6 +208,44 @@ class FitOptions:
     seconds: Any = None
 
 
+# Arguments of `fit` and of predictions elsewhere, and what there is here.
+OTHER_ARGUMENTS = {
+    "early_stopping_rounds": "it is a setting of the estimator",
+    "verbose": "it is a setting of the estimator",
+    "categorical_feature": "categorical_features is a setting of the estimator",
+    "cat_features": "categorical_features is a setting of the estimator",
+    "feature_name": "names are those of a frame's columns",
+    "eval_names": "sets are called valid_0, valid_1, ... in evals_result_",
+    "base_margin": "it is called init_score",
+    "base_margin_eval_set": "it is called eval_init_score",
+    "sample_weight_eval_set": "it is called eval_sample_weight",
+    "xgb_model": "it is called init_model",
+    "raw_score": "decision_function(X) of a classifier has raw scores, predict(X, contributions=True).sum(axis=1) any",
+    "pred_contrib": "it is called contributions",
+    "pred_leaf": "leaves are apply(X)",
+    "num_iteration": "first_rounds(n) is a model of the first n rounds, which predicts",
+}
+OTHER_ARGUMENTS["output_margin"] = OTHER_ARGUMENTS["raw_score"]
+OTHER_ARGUMENTS["pred_contribs"] = OTHER_ARGUMENTS["pred_contrib"]
+OTHER_ARGUMENTS |= dict.fromkeys(("iteration_range", "ntree_limit"), OTHER_ARGUMENTS["num_iteration"])
+
+
+def hints_for_others(method: Fit) -> Fit:
+    """A method that says what its arguments in other libraries are here."""
+    known, name = set(inspect.signature(method).parameters), method.__name__
+
+    @functools.wraps(method)
+    def call(self: Any, *given: Any, **more: Any) -> Any:
+        for other in more:
+            if other not in known:
+                hint = OTHER_ARGUMENTS.get(other)
+                hint = did_you_mean(other, known) if hint is None else f": {hint}"
+                raise TypeError(f"{type(self).__name__}.{name}() has no argument {other!r}{hint}")
+        return method(self, *given, **more)
+
+    return cast(Fit, call)
+
+
 def leaves_model_if_refused(fit: Fit) -> Fit:
     """A `fit` that is refused before its first round leaves the estimator as it was."""
 
@@ -301,7 +340,7 @@ class BoostedTreesBase(FittedTrees):
         return x.shape[1] == self.n_features_in_ and not self.categories_ and not hasattr(self, "feature_names_in_")
 
     def _read_both(self, x: Any, y: Any, initial: Initial | None, shards: Shards) -> tuple[Array, Array]:
-        x = dense(x)
+        x, y = dense(x), on_host(y)
         if initial is not None:  # before anything is said about what a column has
             initial.check_names(names_of(x) or ())
         before = initial.categories if initial else {}
@@ -333,10 +372,13 @@ class BoostedTreesBase(FittedTrees):
                 ensure_min_samples=fewest,
                 **more,
             )
-        except ValueError:
+        except ValueError as error:
             if not has_types:
                 refuse_text(x)
-            raise
+            located = with_place(error, x, more.get("y"))
+            if located is error:
+                raise
+            raise located from None
 
     def _eval_sets(self, objective: Objective, eval_set: Any, options: FitOptions, shards: Shards) -> list[EvalSet]:
         sets = []
@@ -348,7 +390,7 @@ class BoostedTreesBase(FittedTrees):
             with naming_set(place):
                 table = self._read(x, shards)
                 refuse_masked("y", y)
-                targets = self._targets(np.asarray(y))
+                targets = self._targets(np.asarray(on_host(y)))
                 expected = (len(table),) if self.n_outputs_ == 1 else (len(table), self.n_outputs_)
                 if targets.shape != expected:
                     raise TreesError(

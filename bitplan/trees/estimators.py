@@ -19,7 +19,7 @@ from bitplan.trees.checks import first_scores_of, number, one_of, targets_of, we
 from bitplan.trees.continuing import Initial
 from bitplan.trees.distributed.agreement import merge_classes
 from bitplan.trees.distributed.shards import ALONE, Shards
-from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, leaves_model_if_refused
+from bitplan.trees.estimator_base import BoostedTreesBase, FitOptions, hints_for_others, leaves_model_if_refused
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.objectives import OBJECTIVES, Binary, Custom, CustomOfClasses, Multiclass, Objective, Several
 from bitplan.trees.scikit import ClassifierMixin, RegressorMixin, check_classification_targets
@@ -70,6 +70,7 @@ def _by_class(given: Any, classes: Array, places: Array, shards: Shards) -> Arra
 class _FitToTargets(BoostedTreesBase):
     """`fit` of classifier and regressor, in one process or several."""
 
+    @hints_for_others
     def fit(
         self,
         X: Any,
@@ -172,7 +173,7 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
         if len(self.classes_) < 2:
             raise TreesError(
                 f"y: a classifier needs at least two classes, and these {len(labels)} labels have only one class, "
-                f"{self.classes_[0]!r}; check how the labels were selected"
+                f"{self.classes_.tolist()[0]!r}; check how the labels were selected"
             )
         places = places_among(self.classes_, labels)
         weights = weights_of(sample_weight, x, shards)
@@ -182,7 +183,9 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
     def _targets(self, y: Array) -> Array:
         unknown = ~np.isin(y, self.classes_)
         if unknown.any():
-            raise TreesError(f"y: label {y[unknown][0]!r} is not among the classes of fit's y, {self.classes_[:5]}")
+            raise TreesError(
+                f"y: label {y[unknown].tolist()[0]!r} is not among the classes of fit's y, {self.classes_[:5].tolist()}"
+            )
         return np.searchsorted(self.classes_, y).astype(np.float64)
 
     def _objective(self) -> Objective:
@@ -205,10 +208,12 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
         """Raw scores: (rows,) for two classes, else (rows, classes)."""
         return self._decision(self._scores(X))
 
+    @hints_for_others
     def predict_proba(self, X: Any) -> Array:
         """(rows, classes), rows sum to 1."""
         return self._proba(self._scores(X))
 
+    @hints_for_others
     def predict(self, X: Any, *, contributions: bool = False) -> Array:
         """The likeliest class of each row; or what each feature adds to the raw scores (`contributions`)."""
         return self._contributions(X) if contributions else self._labels(self._scores(X))
@@ -276,6 +281,7 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
     def _targets(self, y: Array) -> Array:
         return targets_of(y)
 
+    @hints_for_others
     def predict(self, X: Any, *, contributions: bool = False) -> Array:
         """A number for each row, or several (custom objective: raw scores); or what each feature adds to them
         (`contributions`)."""

@@ -21,6 +21,7 @@ import numpy as np
 
 from bitplan.base.loops.row_pieces import Cut
 from bitplan.base.loops.row_pieces import run as run_pieces
+from bitplan.trees.checks import other_name
 from bitplan.trees.distributed.shards import ALONE, Array, Shards, average, find_medians, find_quantiles, sum_exactly
 from bitplan.trees.gradients import TreesError
 from bitplan.trees.loops import gradients as trees_gradients
@@ -366,12 +367,12 @@ def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]
     """The user's alone."""
     given = [] if eval_metric is None else eval_metric
     given = [given] if callable(given) or isinstance(given, str) else given
-    if not isinstance(given, Sequence) or not all(
-        callable(metric) or (isinstance(metric, str) and metric in NAMED_METRICS) for metric in given
-    ):
+    given = given if isinstance(given, Sequence) else [None]
+    if not all(callable(metric) or (isinstance(metric, str) and metric in NAMED_METRICS) for metric in given):
         raise TreesError(
             "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), one of "
             f"{', '.join(map(repr, NAMED_METRICS))}, or a list of such, got {eval_metric!r:.60}"
+            + next(filter(None, (other_name("eval_metric", metric) for metric in given)), "")
         )
     names = [metric for metric in given if isinstance(metric, str)]
     if len(set(names)) < len(names):

@@ -8,20 +8,38 @@ from __future__ import annotations
 import datetime
 import sys
 from collections.abc import Sequence
+from os import PathLike
 from typing import Any
 
 import numpy as np
 from scipy.sparse import issparse  # type: ignore[import-untyped]
 
+from bitplan.base.optional import require
 from bitplan.trees.gradients import Array, TreesError
 from bitplan.trees.pieces import TablePieces
 
 DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.timedelta64)  # pandas' are among them
+HOST_DEVICES = (1, 3, 11, 13)  # of DLPack: memory that the CPU reads
+
+
+def on_host(given: Any) -> Any:
+    """What lies on a GPU (a tensor of torch, an array of CuPy or JAX: what has `__dlpack__`), copied from there."""
+    device = None if isinstance(given, np.ndarray) else getattr(given, "__dlpack_device__", None)
+    if device is None or isinstance(given, type) or device()[0] in HOST_DEVICES:
+        return given
+    torch: Any = require("torch", purpose="arrays on a GPU")
+    return (given.detach() if isinstance(given, torch.Tensor) else torch.from_dlpack(given)).cpu().numpy()
 
 
 def dense(x: Any) -> Any:
     """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense. What
-    a masked array hides is missing."""
+    a masked array hides is missing. What lies on a GPU is copied from there."""
+    if isinstance(x, (str, PathLike)):
+        raise TreesError(
+            f"X: expected a table, got the path {str(x)!r:.80}; read it first (pandas.read_csv), or give "
+            "bitplan.trees.open_pieces([...]) of Parquet or npy files"
+        )
+    x = on_host(x)
     if issparse(x):
         return x.toarray()
     if isinstance(x, np.ma.MaskedArray):

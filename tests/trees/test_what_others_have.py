@@ -8,7 +8,14 @@ from numpy.testing import assert_allclose, assert_array_equal
 from scipy import sparse
 from sklearn import metrics
 
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, load_trees
+from bitplan.trees import (
+    BoostedTreesClassifier,
+    BoostedTreesRanker,
+    BoostedTreesRegressor,
+    TreesError,
+    load_trees,
+    tables,
+)
 from bitplan.trees.boost import dropped_rounds
 from tests.trees.samples import table
 
@@ -339,3 +346,93 @@ def test_columns_of_frames_that_are_no_numbers(rows):
 def test_settings_that_are_not_ours(name, said):
     with pytest.raises(TypeError, match=said):
         BoostedTreesRegressor(**{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"objective": "mae"}, "objective: .* is called 'absolute_error' here"),
+        ({"device": "gpu"}, "device: .* is called 'cuda' here"),
+        ({"sampling": "goss"}, "sampling: .* is called 'gradient' here"),
+        ({"boosting": "gbdt"}, "boosting: .* is called 'gradient' here"),
+        ({"growth": "lossguide"}, "growth: .* is called 'leaf' here"),
+        ({"gradient_precision": "int16"}, "gradient_precision: .* is called 'i16' here"),
+    ],
+    ids=str,
+)
+def test_values_of_others_are_answered_with_ours(settings, said, rows):
+    x, y, _ = rows
+    with pytest.raises(TreesError, match=said):
+        BoostedTreesRegressor(**settings).fit(x, y)
+
+
+def test_arguments_of_others_are_answered_with_what_there_is(rows):
+    x, y, _ = rows
+    model = BoostedTreesRegressor(**SMALL)
+    with pytest.raises(TypeError, match=r"Regressor.fit\(\) has no argument 'early_stopping_rounds': it is a setting"):
+        model.fit(x, y, early_stopping_rounds=3)
+    with pytest.raises(TypeError, match=r"has no argument 'eval_sets'; did you mean 'eval_set'"):
+        model.fit(x, y, eval_sets=[(x, y)])
+    model.fit(x, y)
+    with pytest.raises(TypeError, match=r"predict\(\) has no argument 'num_iteration': first_rounds\(n\)"):
+        model.predict(x, num_iteration=2)
+    with pytest.raises(TypeError, match=r"predict_proba\(\) has no argument 'raw_score': decision_function"):
+        BoostedTreesClassifier(**SMALL).fit(x, y > 0).predict_proba(x, raw_score=True)
+    with pytest.raises(TreesError, match="'roc_auc' is called 'auc' here"):
+        model.fit(x, y, eval_set=(x, y), eval_metric=["mse", "roc_auc"])
+
+
+def test_numbers_that_are_not_finite_are_named_by_place(rows):
+    pandas = pytest.importorskip("pandas")
+    x, y, _ = rows
+    wrong = pandas.DataFrame(x, columns=list("abcde"))
+    wrong.loc[7, "d"] = -np.inf
+    with pytest.raises(TreesError, match=r"X contains infinity.* -inf in row 7, column 'd'; NaN is a missing value"):
+        BoostedTreesRegressor(**SMALL).fit(wrong, y)
+    model = BoostedTreesRegressor(**SMALL).fit(x, y)
+    with pytest.raises(TreesError, match="is -inf in row 7, column 3"):
+        model.predict(wrong.to_numpy())
+    with pytest.raises(TreesError, match=r"y contains NaN. The first is nan in row 5; leave that row out"):
+        model.fit(x, np.where(np.arange(300) == 5, np.nan, y))
+    with pytest.raises(TreesError, match=r"X: expected a table, got the path 'file.csv'; read it first"):
+        model.fit("file.csv", y)
+
+
+def test_arrays_of_other_devices_are_copied(rows, monkeypatch):
+    torch = pytest.importorskip("torch")
+    x, y, places = rows
+    monkeypatch.setattr(tables, "HOST_DEVICES", ())  # torch's, on the CPU, count as those of a GPU
+    seen = []
+    plain, to_cpu = BoostedTreesRegressor(**SMALL).fit(x, y, np.arange(1.0, 301.0)), torch.Tensor.cpu
+    monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: seen.append(tensor.shape) or to_cpu(tensor))
+    there, targets, weights = map(torch.from_numpy, (x, y, np.arange(1.0, 301.0)))
+    sets = {"eval_set": (there, targets), "eval_sample_weight": weights}
+    model = BoostedTreesRegressor(**SMALL).fit(there.requires_grad_(), targets, weights, **sets)
+    assert model.to_lightgbm() == plain.to_lightgbm()
+    assert_array_equal(model.predict(there), plain.predict(x))
+    assert len(seen) == 7
+    ranker = BoostedTreesRanker(**SMALL).fit(there, torch.from_numpy(places), [300], init_score=targets)
+    assert_array_equal(ranker.predict(x), BoostedTreesRanker(**SMALL).fit(x, places, [300], init_score=y).predict(x))
+
+
+def test_a_ranker_begins_with_scores(rows):
+    x, _, places = rows
+    first = BoostedTreesRanker(**SMALL).fit(x, places, [100] * 3)
+    whole = BoostedTreesRanker(**SMALL | {"n_estimators": 8}).fit(x, places, [100] * 3)
+    begun = first.predict(x)
+    sets = {"eval_set": (x, places), "eval_group": [100] * 3}
+    rest = BoostedTreesRanker(**SMALL).fit(x, places, [100] * 3, init_score=begun, eval_init_score=begun, **sets)
+    assert_allclose(begun + rest.predict(x), whole.predict(x), rtol=1e-9)
+    whole.fit(x, places, [100] * 3, **sets)
+    assert_allclose(rest.evals_result_["valid_0"]["ndcg@5"], whole.evals_result_["valid_0"]["ndcg@5"][4:])
+    with pytest.raises(TreesError, match=r"eval_init_score: .* give both or none"):
+        rest.fit(x, places, [100] * 3, init_score=begun, **sets)
+    with pytest.raises(TreesError, match="init_score: a model that is trained further has scores of its own"):
+        rest.fit(x, places, [100] * 3, init_score=begun, init_model=first)
+    with pytest.raises(TreesError, match=r"init_score: expected a number for each of 300 rows, got shape \(3,\)"):
+        rest.fit(x, places, [100] * 3, init_score=np.zeros(3))
+    weights = (np.arange(300) % 2).astype(float)  # rows without weight take their scores along
+    rest.fit(x, places, [100] * 3, weights, init_score=begun)
+    half = weights > 0
+    alone = BoostedTreesRanker(**SMALL).fit(x[half], places[half], [50] * 3, weights[half], init_score=begun[half])
+    assert rest.to_lightgbm() == alone.to_lightgbm()

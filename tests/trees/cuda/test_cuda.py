@@ -221,3 +221,13 @@ def test_a_second_fit_of_another_width_compiles_the_histograms_alone():
     by_rows = {"binary", "find_largest", "enter_floats"}  # of a number of rows that 16 divides, and of others
     assert {name for name in seen if name not in by_rows} <= {"add_rows"}
     assert len(seen) == len(set(seen)), "compiled ahead, and again"
+
+
+@pytest.mark.gpu
+def test_tables_on_a_card_are_taken_from_there():
+    x, y = table(rows=2000, features=5, missing=0.1)
+    here = BoostedTreesClassifier(**SMALL, n_estimators=3).fit(x, y > 0, np.abs(y))
+    there = [torch.from_numpy(each).cuda() for each in (x, y > 0, np.abs(y))]
+    model = BoostedTreesClassifier(**SMALL, n_estimators=3).fit(*there)
+    assert trees_of(model) == trees_of(here)
+    assert np.array_equal(model.predict_proba(there[0]), here.predict_proba(x))
