@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 
 from bitplan.base.errors import PlanFileError
 from bitplan.plan.from_records import RunLog, run_log_of
@@ -19,6 +20,7 @@ def run_plan_section(records: Sequence[Record]) -> Section:
             log = run_log_of(record.content, record.name)
         except PlanFileError as fault:
             raise ReportError(str(fault)) from None
+        log = replace(log, changes=tuple(one for one in log.changes if one.before != one.to))
         drawn = [each for each in (_low_chart(log), _times_card(log)) if each]
         body = join([source(record), cards(drawn), _changes_table(log)])
         return body, told(record, _sentence(log)), [Fact(count(len(log.changes)), "changes of the plan")]

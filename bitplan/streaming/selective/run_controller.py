@@ -70,6 +70,7 @@ from bitplan.streaming.training.processes import several_processes
 log = logging.getLogger("bitplan")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 WIRE, MOMENTS, BF16 = "wire", "moments", "bfloat16"
+TIMED = "timed: "  # the beginning of a reason
 SAMPLED = 4096  # numbers of each weight's gradient
 LARGEST = 1e30
 _BEGINS = b'{"document": "' + RUN_LOG.encode() + b'", "version": 0'
@@ -438,7 +439,7 @@ class RunController(Closing):
         self._note(
             step,
             [
-                Decided(row.name, row.part in wanted, f"timed: {option_key(wanted)}", {"ms": self.times})
+                Decided(row.name, row.part in wanted, f"{TIMED}{option_key(wanted)}", {"ms": self.times})
                 for row in self.rows.values()
                 if row.low is not None
             ],
@@ -584,15 +585,16 @@ class RunController(Closing):
     # ---- changes -----------------------------------------------------------------------------------------------------
 
     def _note(self, step: int, decided: Sequence[Decided]) -> None:
-        """Take over what differs from now, with a line in the log for each."""
+        """Take over what differs from now, and why what was being timed stays, with a line in the log for each."""
         state, lines = self.state, []
         low = set(state.low)
         for one in decided:
             row = self.rows[one.name]
             before = self._format(row)
-            if (one.name in low) == one.is_low:
+            was_timed = state.reasons.get(one.name, {}).get("reason", "").startswith(TIMED)
+            if (one.name in low) == one.is_low and not (one.is_low and was_timed and not one.reason.startswith(TIMED)):
                 continue
-            low ^= {one.name}
+            low = low | {one.name} if one.is_low else low - {one.name}
             state.low = [name for name in self.rows if name in low]
             evidence = {key: value for key, value in one.evidence.items() if value is not None}
             state.reasons[one.name] = {"step": step, "reason": one.reason, "evidence": evidence}

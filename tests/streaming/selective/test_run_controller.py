@@ -216,6 +216,9 @@ def test_the_plan_at_any_step_is_read_from_the_log(whole_run):
     assert last == control.plan
     assert {choice.format for choice in first.values()} == {"bfloat16", "float32"}
     middle = read_plan(f"{path}@{SETTINGS.final_from - 1}")
+    assert {choice.reason[:10] for choice in middle.values() if choice.format in ("int8_row", "fp8:tensorwise")} == {
+        "stays low:", "goes low: "
+    }  # fmt: skip
     assert middle["layers.0.wire"].format == "int8_row"
     assert middle["layers.3.fprop"].format == "fp8:tensorwise"
     assert middle["layers.3.fprop"].cause == "policy"
@@ -229,6 +232,7 @@ def test_a_replayed_log_gives_the_same_losses(whole_run):
     losses, path, _ = whole_run
     with Run() as run, RunController.replay(run.stream, path) as control:
         assert run.train(control, range(STEPS)) == losses
+        assert control.plan == read_plan(path)
     with Run() as run:  # and another plan gives others
         script = read_run_log(path)
         script = replace(script, changes=script.changes[: len(script.changes) // 2])
