@@ -34,7 +34,7 @@ PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE, "t
 WIDE, NARROW, MORE_LAYERS = "int8_row", "mxfp4", 4  # formats and layers whose tokens are timed
 TIMED_TOKENS, WARM_TOKENS = 12, 4
 SHORTEST = 1e-7  # microseconds a byte: 10 TB/s
-CYCLES_A_SECOND = 2_000_000_000  # of a GPU that waits for its host
+CYCLES_A_SECOND, LONGEST_WAIT_S = 2_000_000_000, 0.2  # of a GPU that waits for its host
 MARGIN = 1.02  # two runs of one process differ by 1 to 1.5%
 
 
@@ -281,12 +281,22 @@ def _small_model(config: dict[str, Any], model_type: str, place: Any, layers: in
 
 
 def _filled(model: Any, batch: int, tokens: int, place: Any) -> Any:
-    """A cache in 8 bits that holds so many tokens."""
-    from bitplan.packed.kv_cache import KVCache
+    """A cache in 8 bits that holds so many tokens: on a GPU read piece by piece, as a prompt is."""
+    import torch
 
-    cache = KVCache(model.config, "int8")
-    _fill(model, cache, batch, tokens, place)
-    return cache
+    from bitplan.packed.kv_cache import KVCache
+    from bitplan.packed.language.token_steps import PIECE_TOKENS
+    from bitplan.packed.rounded_kv import round_kv
+
+    if place.type == "cpu":
+        cache = KVCache(model.config, "int8")
+        _fill(model, cache, batch, tokens, place)
+        return cache
+    round_kv(model, "int8")
+    made: Any = None
+    for piece in torch.zeros(batch, max(1, tokens), dtype=torch.int64, device=place).split(PIECE_TOKENS, dim=1):
+        made = model(input_ids=piece, past_key_values=made, use_cache=True, logits_to_keep=1).past_key_values
+    return made
 
 
 @dataclass(frozen=True)
@@ -323,7 +333,7 @@ def _measure_times(config: dict[str, Any], model_type: str, context: int, batch:
     bus_us = max(SHORTEST, gpu_us + (slower[WIDE] - slower[NARROW]) / apart)
     crossing = max(0.0, (slower[NARROW] - read[NARROW] * (bus_us - gpu_us)) / products)
     turn = max(0.0, many.whole - max(many.busy, many.launch))
-    more = (int(config["num_hidden_layers"]) - LAYERS) / (MORE_LAYERS - LAYERS)
+    more = (int(config.get("num_hidden_layers") or LAYERS) - LAYERS) / (MORE_LAYERS - LAYERS)
     rest_few, rest_many = few.busy - gpu_us * read[WIDE], many.busy - gpu_us * read[WIDE] * MORE_LAYERS / LAYERS
     return TokenTimes(
         1 / max(gpu_us, SHORTEST),
@@ -384,7 +394,7 @@ def _timed_token(model: Any, cache: Any, batch: int, place: Any) -> _Token:
         made.tolist()
         whole = time.perf_counter() - started
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        torch.cuda._sleep(int(CYCLES_A_SECOND * (2 * launched + 1e-3)))
+        torch.cuda._sleep(int(CYCLES_A_SECOND * min(LONGEST_WAIT_S, 2 * launched + 1e-3)))
         begin.record()
         step()
         end.record()

@@ -142,6 +142,7 @@ class Corrections:
 FRONT_POINTS = 40
 GAP = 1e-6
 MOST_NODES = 200_000  # a limit on work and not on time, which would make answers differ between machines
+NODES_OF_TWO = 1_000  # of two memories, where places of equal layers can be exchanged, and proofs take long
 _SPAN = 1e4  # objectives are scaled to this: HiGHS stops at an absolute gap of 1e-6
 What = Literal[
     "nats", "harm", "bytes", "host", "us"
@@ -472,7 +473,7 @@ class _Problem:
                 integrality=numpy.concatenate([numpy.ones(len(costs)), more]),
                 bounds=optimize.Bounds(0, numpy.concatenate([numpy.ones(len(costs)), more + numpy.inf])),
                 constraints=constraints,
-                options={"mip_rel_gap": gap, "node_limit": MOST_NODES},
+                options={"mip_rel_gap": gap, "node_limit": NODES_OF_TWO if "host" in limits else MOST_NODES},
             )
         if result.x is None:
             return None

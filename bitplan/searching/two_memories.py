@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
+from bitplan.base.optional import require
 from bitplan.formats import get_format
 from bitplan.searching.evidence import (
     FormatCost,
@@ -33,10 +34,9 @@ from bitplan.searching.evidence import (
 )
 from bitplan.searching.goal import Goal, GoalError
 from bitplan.searching.memory_probe import TokenTimes
-from bitplan.searching.solver import Solution, solve
+from bitplan.searching.solver import MOST_NODES, Solution
 
 USUAL_BITS = 4.5
-ANY_KL = 1e9
 SPLIT_GAP = 1e-3  # of a uniform format's best split: layers are alike there, and a proof would take long
 
 
@@ -139,21 +139,49 @@ def best_split(joint: SearchEvidence, fmt: str, within: Goal) -> Solution:
 
     Keys and values are in one format too, the least harmful that there is room for.
     """
-    order, groups = joint.formats, dict(joint.groups)
+    order, stay = joint.formats, {}
     in_kv = [name for name, group in joint.groups.items() if all(role == "kv" for _, role in group.tensors.values())]
     for name, group in joint.groups.items():
         larger = [each for each in order[order.index(fmt) :] if each in group.formats and input_of(each) is None]
-        taken = larger[0] if larger else max(group.formats, key=lambda each: group.formats[each].nbytes)
-        allowed = (taken, in_host(taken))
-        groups[name] = replace(group, formats={one: group.formats[one] for one in allowed if one in group.formats})
-    groups |= {name: joint.groups[name] for name in in_kv}
-    alone, fastest = replace(joint, groups=groups), replace(within, us=None, max_kl=ANY_KL)
+        stay[name] = larger[0] if larger else max(group.formats, key=lambda each: group.formats[each].nbytes)
     first = joint.groups[in_kv[0]] if in_kv else TensorGroup({})
     *better, last = sorted(first.formats, key=lambda each: (first.nats(each), -first.formats[each].nbytes)) or [""]
     for kept in better:
         with suppress(GoalError):
-            return solve(alone, fastest, force=dict.fromkeys(in_kv, kept), gap=SPLIT_GAP)
-    return solve(alone, fastest, force=dict.fromkeys(in_kv, last), gap=SPLIT_GAP)
+            return _split(joint, stay | dict.fromkeys(in_kv, kept), within)
+    return _split(joint, stay | dict.fromkeys(in_kv, last), within)
+
+
+def _split(joint: SearchEvidence, stay: Mapping[str, str], within: Goal) -> Solution:
+    """How many of each kind of equal groups go to the host: layers are alike, so few numbers are to be found."""
+    optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
+    numpy = require("numpy", purpose="searching a plan")
+    alike: dict[tuple[float, ...], list[str]] = {}
+    for name, fmt in stay.items():
+        here, there = joint.groups[name].formats[fmt], joint.groups[name].formats.get(in_host(fmt))
+        if there is not None:
+            more = there.us[within.rows] - here.us[within.rows]
+            alike.setdefault((here.nbytes - there.nbytes, there.host, more), []).append(name)
+    over = joint.nbytes(stay) - within.most_bytes(joint.numbers)  # type: ignore[operator]
+    choice = dict(stay)
+    if over > 0:
+        saved, host, more_us = (numpy.array(column, dtype=float) for column in zip(*alike, strict=True))
+        found = optimize.milp(
+            more_us / max(more_us.max(), 1e-9),
+            integrality=numpy.ones(len(alike)),
+            bounds=optimize.Bounds(0, [len(names) for names in alike.values()]),
+            constraints=[
+                optimize.LinearConstraint(saved[None] / over, 1, numpy.inf),
+                optimize.LinearConstraint(host[None] / max(1, within.host or 0), -numpy.inf, 1),
+            ],
+            options={"mip_rel_gap": SPLIT_GAP, "node_limit": MOST_NODES},
+        )
+        if found.x is None:
+            raise GoalError(f"{joint.model}: {stay[next(iter(stay))]} for all is too large for both memories")
+        for names, count in zip(alike.values(), found.x, strict=True):
+            choice |= {name: in_host(stay[name]) for name in names[: round(count)]}
+    us = joint.microseconds(choice, within.rows)
+    return Solution(choice, joint.predict(choice), joint.nbytes(choice), us, us or 0.0, SPLIT_GAP)
 
 
 def crossing_first(joint: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
