@@ -15,7 +15,8 @@ step has other noise. `chosen_share` is what was chosen.
 
 Arms run in turns, some steps each after others that fill caches. `equal` says how far the first loss and the gradients
 of the adapters are from the resident model's, for the resident model itself too: with torch's deterministic algorithms
-and without.
+and without; `same_bits` says which parts of a layer repeat their bits, and whether a compact stack of the chosen
+experts alone would.
 """
 
 from __future__ import annotations
@@ -197,6 +198,53 @@ def compare(arms: list[Arm], x: Tensor, *, deterministic: bool) -> list[dict[str
         torch.use_deterministic_algorithms(False)
 
 
+def repeats_bits(run: Callable[[], Tensor], other: Callable[[], Tensor] | None = None) -> bool:
+    return torch.equal(run(), (other or run)())
+
+
+def causes(device: torch.device, *, tiny: bool) -> dict[str, bool]:
+    """Which parts of a layer give the same bits: products of all experts' stack and of a compact one, and attention."""
+    experts, hidden, width, rows = (16, 64, 32, 8) if tiny else (128, 2048, 1536, 160)
+    generator = torch.Generator(device).manual_seed(2)
+    weight = torch.randn(experts, width, hidden, generator=generator, device=device).bfloat16()
+    chosen = torch.arange(1, experts, 5, device=device)
+    x = torch.randn(len(chosen) * rows, hidden, generator=generator, device=device).bfloat16()
+    sizes = torch.zeros(experts, dtype=torch.int32, device=device)
+    sizes[chosen] = rows
+    compact, few = weight[chosen], sizes[chosen]
+
+    def product(stack: Tensor, counts: Tensor) -> Tensor:
+        return nn.functional.grouped_mm(x, stack.transpose(-2, -1), offs=counts.cumsum(0, dtype=torch.int32))
+
+    def product_backward(stack: Tensor, counts: Tensor) -> Tensor:
+        leaf = x.clone().requires_grad_()
+        offsets = counts.cumsum(0, dtype=torch.int32)
+        nn.functional.grouped_mm(leaf, stack.transpose(-2, -1), offs=offsets).float().square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    heads = torch.randn(3, 1, 4, 1024, 128, generator=generator, device=device).bfloat16()
+
+    def attention_backward() -> Tensor:
+        leaf = heads.clone().requires_grad_()
+        out = nn.functional.scaled_dot_product_attention(*leaf.unbind(), is_causal=True)
+        out.float().square().sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    return {
+        "grouped product repeats": repeats_bits(lambda: product(weight, sizes)),
+        "grouped product, compact as whole": repeats_bits(
+            lambda: product(weight, sizes), lambda: product(compact, few)
+        ),
+        "its backward repeats": repeats_bits(lambda: product_backward(weight, sizes)),
+        "its backward, compact as whole": repeats_bits(
+            lambda: product_backward(weight, sizes), lambda: product_backward(compact, few)
+        ),
+        "attention's backward repeats": all(repeats_bits(attention_backward) for _ in range(3)),
+    }
+
+
 def open_arms(model: nn.Module, device: StreamDevice, cache_bytes: int, stack: ExitStack) -> list[Arm]:
     """The resident model, and streams of two copies of it: with all experts, and by use in three ways."""
     whole = copy.deepcopy(model).cpu()
@@ -224,6 +272,11 @@ def measure(arguments: argparse.Namespace, device: StreamDevice, document: dict[
     hidden = model.config.hidden_size
     parameters = sum(one.numel() for one in model.parameters())
     document["model"] |= {"parameters": parameters}
+    try:
+        document["same_bits"] = causes(device.torch_device, tiny=arguments.tiny)
+    except Exception as error:  # the other parts are worth more
+        document["same_bits"] = {"failed": f"{type(error).__name__}: {error}"}
+    say(f"same bits: {document['same_bits']}")
     say(f"the model is made, {parameters / 1e9:.2f} billion weights")
     cache_bytes = 20_000 if arguments.tiny else int(arguments.cache_gb * 1e9)
     with ExitStack() as stack:
