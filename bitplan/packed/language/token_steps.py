@@ -12,10 +12,11 @@ the reason.
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -27,6 +28,9 @@ from bitplan.packed.fused_projections import JointProjection, view_of
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
+
+if TYPE_CHECKING:
+    from bitplan.packed.products.cpu_steps import StepLoops
 
 TOLERANCE = 1e-4  # of the largest input of a product
 ROOM = 256  # tokens by which memory for keys and values grows
@@ -48,7 +52,10 @@ class _Norm:
     weight: Tensor
     eps: float
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, added: Tensor | None) -> Tensor:
+        """x += added, in place; the norm of x."""
+        if added is not None:
+            x += added
         row = x.view(-1)  # a third of the time of torch.rms_norm, which is a chain of operators on a CPU
         return (x * self.weight).mul_((torch.dot(row, row).item() / len(row) + self.eps) ** -0.5)
 
@@ -157,6 +164,15 @@ def _norm(model: nn.Module, norm: NormUse | None, readers: Sequence[LinearUse]) 
     return _Norm(weight + 1 if norm.plus_one else weight, norm.eps)
 
 
+def _loops_for(hidden: int, queries: int, heads: int, width: int) -> StepLoops | None:
+    """Compiled loops for these sizes, where numba is here; else operators of torch do the same."""
+    if importlib.util.find_spec("numba") is None:
+        return None
+    from bitplan.packed.products import cpu_steps
+
+    return cpu_steps.StepLoops(hidden, queries, heads, width) if cpu_steps.fits(hidden, width) else None
+
+
 class TokenSteps:
     """Makes a token's logits from the token, keys and values of all before it; they grow with each."""
 
@@ -166,6 +182,8 @@ class TokenSteps:
         self.length = keys[0].shape[2]
         self._heads, self._width = keys[0].shape[1], keys[0].shape[3]
         self._held = torch.empty(0)
+        queries = structure.layers[structure.blocks[0].output[0]].in_features
+        self._loops = _loops_for(len(structure.last.weight), queries // self._width, self._heads, self._width)
         self._grow([(layer.keys, layer.values) for layer in cache.layers])
         self._calls: dict[tuple[str, ...], tuple[Bound, int]] = {}
 
@@ -196,24 +214,32 @@ class TokenSteps:
         return logits
 
     def _run(self, x: Tensor, at: int, multiply: Multiply) -> Tensor:
-        heads, width, cos, sin = self._heads, self._width, self._cos[at], self._sin[at]
-        scale = width**-0.5
+        x, added = x.contiguous(), None
         for block, held in zip(self._structure.blocks, self._held, strict=True):
-            made = multiply(block.before(x), block.queries)
-            parts = made.view(1, -1, width)
-            count = parts.shape[1] - heads
-            turned = parts[:, :count].reshape(count, 2, -1)
-            turned = torch.addcmul(turned * cos, turned.flip(1), sin).reshape(1, count, width)
-            held[0, :, at] = turned[0, count - heads :]
-            held[1, :, at] = parts[0, count:]
-            keys, values = held[0, :, : at + 1], held[1, :, : at + 1]
-            # Queries that share keys are rows of one product; torch's attention would repeat keys and values for them.
-            scores = torch.bmm(turned[0, : count - heads].view(heads, -1, width), keys.mT)
-            mixed = torch.bmm(scores.mul_(scale).softmax(-1), values)
-            x = x + multiply(mixed.reshape(1, -1), block.output)
-            gate, up = multiply(block.between(x), block.gate_up).chunk(2, dim=-1)
-            x = x + multiply(block.act(gate) * up, block.down)
-        return multiply(self._structure.last(x), self._structure.head)
+            made = multiply(self._normed(x, added, block.before), block.queries)
+            added = multiply(self._attended(made, held, at), block.output)
+            gate, up = multiply(self._normed(x, added, block.between), block.gate_up).chunk(2, dim=-1)
+            added = multiply(block.act(gate) * up, block.down)
+        return multiply(self._normed(x, added, self._structure.last), self._structure.head)
+
+    def _normed(self, x: Tensor, added: Tensor | None, norm: _Norm) -> Tensor:
+        return norm(x, added) if self._loops is None else self._loops.norm(x, added, norm.weight, norm.eps)
+
+    def _attended(self, made: Tensor, held: Tensor, at: int) -> Tensor:
+        """Attention of one token, whose keys and values are entered; `made` are its queries, keys and values."""
+        heads, width, cos, sin = self._heads, self._width, self._cos[at], self._sin[at]
+        if self._loops is not None:
+            return self._loops.attention(made, held, at, cos, sin)
+        parts = made.view(1, -1, width)
+        count = parts.shape[1] - heads
+        turned = parts[:, :count].reshape(count, 2, -1)
+        turned = torch.addcmul(turned * cos, turned.flip(1), sin).reshape(1, count, width)
+        held[0, :, at] = turned[0, count - heads :]
+        held[1, :, at] = parts[0, count:]
+        keys, values = held[0, :, : at + 1], held[1, :, : at + 1]
+        # Queries that share keys are rows of one product; torch's attention would repeat keys and values for them.
+        scores = torch.bmm(turned[0, : count - heads].view(heads, -1, width), keys.mT)
+        return torch.bmm(scores.mul_(width**-0.5).softmax(-1), values).reshape(1, -1)
 
     def _product(self, x: Tensor, paths: tuple[str, ...]) -> Tensor:
         call = self._calls.get(paths)

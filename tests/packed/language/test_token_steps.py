@@ -54,6 +54,19 @@ def test_steps_give_the_logits_of_the_model(kind: str, settings: dict[str, Any])
         expected = model(torch.tensor([ids])).logits[0, 2:]
     assert decoding.why_not is None
     assert decoding._steps is not None
+    assert decoding._steps._loops is not None
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{"head_dim": 8}, {"hidden_size": 132, "head_dim": 32}])
+def test_sizes_that_compiled_loops_do_not_take_are_made_by_torch(settings: dict[str, Any]) -> None:
+    model, ids = packed(**settings), [3, 1, 4, 1, 5, 9]
+    decoding = Decoding(model)
+    with torch.inference_mode():
+        made = logits_of(ids, 3, decoding)
+        expected = model(torch.tensor([ids])).logits[0, 2:]
+    assert decoding._steps is not None
+    assert decoding._steps._loops is None
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
