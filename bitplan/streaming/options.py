@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from bitplan.base.hardware import free_memory
 from bitplan.formats import get_format
 from bitplan.formats.format import Format
 from bitplan.plan.format_choices import Wanted, choose_formats
@@ -32,6 +33,7 @@ from bitplan.streaming.block_layout import ParameterSpec
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import Train
 from bitplan.streaming.training.optimizers import Settings
+from bitplan.streaming.training.processes import several_processes
 from bitplan.streaming.training.trained_weight import MomentFormat
 from bitplan.streaming.transfer.copies import WAIT_TIMEOUT_S
 from bitplan.streaming.transfer.host_memory import HostKind
@@ -39,10 +41,11 @@ from bitplan.streaming.transfer.schedule import Slots, check_slots
 
 Formats = Wanted | None
 Experts = Literal["all", "by use", "auto"]
-Moments = MomentFormat | Mapping[str, MomentFormat]
+Moments = MomentFormat | Literal["auto"] | Mapping[str, MomentFormat]
 # Names in a plan of what is no format of stored tensors; `training.small_moments` defines both.
 STATE_FORMATS = {"float32": "float32", "int8": "int8_root_b256"}
 SPLIT_MASTER = "int16_remainder"
+HOST_BYTES, FREE_SHARE = 16, 0.8  # a BF16 weight that is trained with moments in float32; of the memory that is free
 SMALLEST_IN_8_BITS = 4096  # numbers: smaller weights save nothing, and norms and biases mix kinds of numbers in a block
 # Block name -> (parameter's name within the block -> its shape and type).
 BlockSpecs = Mapping[str, Mapping[str, ParameterSpec]]
@@ -82,6 +85,12 @@ def own_format(spec: ParameterSpec, name: str) -> Format:
 
 def plan_states(moments: Moments, weights: Mapping[str, ParameterSpec]) -> Plan:
     """How the moments and the master of every trained weight are kept, as `WEIGHT.moments` and `WEIGHT.master`."""
+    whole = f"{moments} for all weights"
+    if moments == "auto":
+        needed, free = HOST_BYTES * sum(math.prod(spec.shape) for spec in weights.values()), free_memory()
+        fits = needed <= FREE_SHARE * free
+        moments = "float32" if fits else "int8"
+        whole = f"auto: {needed / 1e9:.1f} GB with moments in float32, {free / 1e9:.1f} GB of the host are free"
     by_name = moments if isinstance(moments, Mapping) else {}
     patterns = ShellPatterns(by_name)
     patterns.check(weights, "moments", "trained weight", StreamError)
@@ -90,7 +99,7 @@ def plan_states(moments: Moments, weights: Mapping[str, ParameterSpec]) -> Plan:
         pattern = next(iter(patterns.matching(name)), None)
         cause: Cause
         if isinstance(moments, str):
-            chosen, reason, cause = moments, f"{moments} for all weights", "rule" if moments == "int8" else "default"
+            chosen, reason, cause = moments, whole, "rule" if moments == "int8" else "default"
             if moments == "int8" and math.prod(spec.shape) < SMALLEST_IN_8_BITS:
                 chosen, reason, cause = "float32", f"fewer than {SMALLEST_IN_8_BITS} numbers", "default"
         elif pattern is not None:
@@ -122,7 +131,8 @@ class StreamOptions:
     moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8,
                   with the FP32 master of a BF16 weight in 2 bytes beside it instead of 4 (`training.small_moments`);
                   weights of fewer than 4,096 numbers keep float32. Or a mapping from patterns of names, first match
-                  wins: {"*.mlp.*": "int8"}; what it does not name keeps float32
+                  wins: {"*.mlp.*": "int8"}; what it does not name keeps float32. "auto": float32 where 16 bytes a
+                  weight take at most 80% of the host's free memory, else int8; for one process
     experts       of mixtures, frozen: "all" cross with their block; "by use": those that the router chose, after it
                   chose them; "auto": by use where few are chosen, else all (`routed_experts`)
     expert_cache_bytes   device memory in which the experts that are used most stay, of all mixtures
@@ -218,10 +228,14 @@ class StreamRequest(StreamOptions):
                 raise StreamError(f"experts={self.experts!r} does not go with {what}, or experts='all'")
 
     def _check_moments(self) -> None:
+        if self.moments == "auto":
+            if several_processes():
+                raise StreamError("moments='auto' looks at the memory of one process; say 'float32' or 'int8'")
+            return
         chosen = self.moments.values() if isinstance(self.moments, Mapping) else (self.moments,)
         for one in chosen:
             if one not in get_args(MomentFormat):
-                known = ", ".join(map(repr, get_args(MomentFormat)))
+                known = ", ".join(map(repr, (*get_args(MomentFormat), "auto")))
                 raise StreamError(f"moments={one!r}: there are {known}")
 
 

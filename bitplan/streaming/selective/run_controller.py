@@ -10,8 +10,8 @@
         control.end_step()
 
 A block has a row for each part: `fprop`, `dgrad`, `wgrad` (BF16, or what `apply_fp8` gave its layers), `wire` (its own
-type, or `RunSettings.wire`) and `moments` (as `stream_blocks` was told: they are decided when the stream is made, and
-do not change in a run). Everything begins high. Then
+type, or `RunSettings.wire`) and `moments`, which are decided when the stream is made (`StreamOptions(moments="auto")`)
+and do not change in a run. Everything begins high. Then
 
     timing     the first steps run in turns with some parts low; a part stays in question if low is faster
     measuring  the gradient of a fixed batch, all high, against each part of some blocks low: the impact of a row is the

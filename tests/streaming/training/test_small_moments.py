@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from bitplan.plan.plan import Plan
+from bitplan.streaming import options
 from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import StreamedParameter
 from bitplan.streaming.options import StreamOptions
@@ -116,6 +117,16 @@ def bytes_of(*roots):
         waiting += gc.get_referents(one)
         waiting += list(vars(one).values()) if hasattr(one, "__dict__") else []
     return sum(storages.values())
+
+
+@pytest.mark.parametrize(("free", "fmt"), [(10**9, "float32"), (10**5, "int8_root_b256")])
+def test_auto_goes_by_the_memory_that_is_free(free, fmt, monkeypatch):
+    monkeypatch.setattr(options, "free_memory", lambda: free)
+    model = make_stack(adapters=False, count=1, dtype=torch.bfloat16)
+    with streaming(model, train="weights", moments="auto") as stream:
+        chosen = stream.plan["layers.0.up.weight.moments"]
+    assert chosen.format == fmt
+    assert "GB of the host are free" in chosen.reason
 
 
 def test_moments_are_chosen_by_weight_and_are_in_the_plan():
@@ -230,7 +241,7 @@ def final_loss(seed, moments, steps=60, width=16):
 
 
 def test_other_moments_are_refused():
-    with pytest.raises(StreamError, match=r"moments='int4': there are 'float32', 'int8'"):
+    with pytest.raises(StreamError, match=r"moments='int4': there are 'float32', 'int8', 'auto'"):
         stream_blocks(
             make_stack(adapters=False), "layers.*", device="cpu", train="weights", options=StreamOptions(moments="int4")
         )
