@@ -111,7 +111,7 @@ def document_key(kind: Kind, default: Any = MISSING, *, factory: Any = MISSING) 
 
 def keys_of(dataclass_type: type) -> dict[str, Kind]:
     """The fields of a dataclass that were made by `document_key`, and their kinds."""
-    return {each.name: each.metadata["kind"] for each in fields(dataclass_type) if "kind" in each.metadata}
+    return {key.name: key.metadata["kind"] for key in fields(dataclass_type) if "kind" in key.metadata}
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Reader:
         Fields without a default must be there; with `every`, all fields.
         """
         known = keys_of(dataclass_type)
-        bare = (each for each in fields(dataclass_type) if each.default is each.default_factory is MISSING)
-        return self.keys(path, value, known, known if every else [each.name for each in bare])
+        bare = (key for key in fields(dataclass_type) if key.default is key.default_factory is MISSING)
+        return self.keys(path, value, known, known if every else [key.name for key in bare])
 
     def require_document(self, document: Any, expected: str, what: str) -> None:
         """Refuse a file of another kind; checked first, before its keys."""
@@ -191,14 +191,14 @@ class Fields:
         return self.value.get(key) is not None
 
     def get(self, key: str, kind: Kind, default: Any = _REQUIRED) -> Any:
-        found = self.value.get(key)
-        if found is None:
+        value = self.value.get(key)
+        if value is None:
             if default is _REQUIRED:
                 Reader(self.where, self.error).miss(_key(key), kind.text)
             return default
-        if not kind.holds(found):
-            self.fail(key, kind.text, found)
-        return found
+        if not kind.holds(value):
+            self.fail(key, kind.text, value)
+        return value
 
     def text(self, key: str, default: Any = _REQUIRED) -> str:
         return str(self.get(key, STRING, default))
@@ -214,8 +214,8 @@ class Fields:
         return self.get(key, kind, default)
 
     def numbers(self, key: str, default: Any = _REQUIRED) -> list[float]:
-        found: list[float] = self.get(key, list_of(self.number_kind, "a list of numbers"), default)
-        return found
+        numbers: list[float] = self.get(key, list_of(self.number_kind, "a list of numbers"), default)
+        return numbers
 
     def fields(self, key: str, default: Any = _REQUIRED) -> Self:
         return type(self)(self.get(key, OBJECT, default), self._place(key))

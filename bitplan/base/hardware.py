@@ -43,8 +43,8 @@ def hardware() -> dict[str, Any]:
 
 def free_memory() -> int:
     """Bytes of memory that programs can have; where the system does not say, 4 GiB."""
-    said = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
-    return 4 * 2**30 if said is None else 1024 * int(said[1])
+    available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
+    return 4 * 2**30 if available is None else 1024 * int(available[1])
 
 
 @functools.cache

@@ -61,7 +61,7 @@ def call_returned(imports: str, function: str, inputs: Sequence[Any], size: Sequ
 def _matrix(
     kind: Any, imports: str, function: str, inputs: Sequence[Any], size: Sequence[Any], dtype: torch.dtype
 ) -> Any:
-    ready = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(each)) for each in inputs]
+    ready = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(given)) for given in inputs]
     layout = ir.FixedLayout(ready[0].get_device(), dtype, list(size), [size[1], 1])
     node = kind(layout, ready, python_kernel_name=function)
     node.imports = imports
@@ -77,9 +77,9 @@ def call_operator(name: str) -> None:
     def lower(*given: Any) -> Any:
         if for_cpp():
             return fallback_handler(operator, add_to_fallback_set=False)(*given)
-        made = node.create(operator, *given)  # type: ignore[attr-defined]
-        for each in made:
-            each.skip_size_stride_alignment_checks = True  # each takes the host a microsecond, in every call
-        return [ir.TensorBox.create(each) for each in made]
+        buffers = node.create(operator, *given)  # type: ignore[attr-defined]
+        for buffer in buffers:
+            buffer.skip_size_stride_alignment_checks = True  # each takes the host a microsecond, in every call
+        return [ir.TensorBox.create(buffer) for buffer in buffers]
 
     register_lowering(operator, type_promotion_kind=None)(lower)

@@ -89,8 +89,8 @@ class JsonLog(Closing):
             ) from None
         with on_failure(self._close_file):
             start, wanted = os.pread(self._file, 4 * len(self._begins), 0), _without_numbers(self._begins)
-            found = _without_numbers(start)
-            if found[: len(wanted)] != wanted[: len(found)]:
+            beginning = _without_numbers(start)
+            if beginning[: len(wanted)] != wanted[: len(beginning)]:
                 raise self._error(
                     f"{self.path}: exists and is not a {self._what}; nothing was appended to it: give another name"
                 )

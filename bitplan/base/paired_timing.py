@@ -186,7 +186,7 @@ class _Run:
                 samples_ms[name] = Timed(status, message=message)
                 continue
             times = [self.stopwatch.elapsed_ms(begin, end) / calls for begin, end in marks[name]]
-            samples = [round(max(each, MIN_SAMPLE_MS), 6) for each in self.peers.slowest(times)]
+            samples = [round(max(time_ms, MIN_SAMPLE_MS), 6) for time_ms in self.peers.slowest(times)]
             samples_ms[name] = Timed(OK, tuple(samples), self.peaks[name], in_turns=len(self.ready) > 1)
         return samples_ms
 
@@ -196,7 +196,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     texts = ("out of memory", "alloc_failed", "can't allocate memory")
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(each in str(error).lower() for each in texts)
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
 def _one_line(error: BaseException) -> str:

@@ -113,8 +113,8 @@ Stamps = Mapping[Path, tuple[int, int, int] | None]
 
 def stamps_of(paths: Iterable[Path]) -> Stamps:
     """What tells whether a file was written to: its size, time of change and inode; None where there is none."""
-    found = {path: status_of(path) for path in paths}
-    return {path: got and (got.st_size, got.st_mtime_ns, got.st_ino) for path, got in found.items()}
+    stamps = {path: status_of(path) for path in paths}
+    return {path: got and (got.st_size, got.st_mtime_ns, got.st_ino) for path, got in stamps.items()}
 
 
 def require_unchanged(stamps: Stamps) -> None:
@@ -201,8 +201,8 @@ def _named_if_full(error: OSError, target: Path, partial: os.stat_result | None)
     written = size if partial is None else min(size, getattr(partial, "st_blocks", size) * 512)
     wanted = f"{written:,} of {size:,} bytes" if written < size else f"{written:,} bytes of it"
     free = shutil.disk_usage(target.parent).free
-    said = f"{error.strerror} after {wanted}; {free:,} bytes are free there: make room or write elsewhere"
-    return OSError(error.errno, said, str(target))
+    reason = f"{error.strerror} after {wanted}; {free:,} bytes are free there: make room or write elsewhere"
+    return OSError(error.errno, reason, str(target))
 
 
 def partial_name(target: Path) -> Path:

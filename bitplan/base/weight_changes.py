@@ -53,12 +53,12 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
 
 
 def _after_step(optimizer: Optimizer, *_: object) -> None:
-    stepped = {id(each): each for each in (*_in_step.pop(optimizer, ()), *_with_gradients(optimizer))}
-    torch.autograd.graph.increment_version([each for each in stepped.values() if not each.is_inference()])
+    stepped = {id(tensor): tensor for tensor in (*_in_step.pop(optimizer, ()), *_with_gradients(optimizer))}
+    torch.autograd.graph.increment_version([tensor for tensor in stepped.values() if not tensor.is_inference()])
 
 
 def _with_gradients(optimizer: Optimizer) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+    return [param for group in optimizer.param_groups for param in group["params"] if param.grad is not None]
 
 
 _NO_GRADIENT = -2
@@ -114,7 +114,7 @@ class KeptByStorage(dict[Hashable, Entry]):
         if not self:
             self._swept_at = 0
         if len(self) >= 2 * self._swept_at + self._least:
-            for gone in [each for each, kept in self.items() if kept.storage.expired()]:
-                del self[gone]
+            for old in [old for old, kept in self.items() if kept.storage.expired()]:
+                del self[old]
             self._swept_at = len(self)
         self[key] = entry

@@ -71,7 +71,7 @@ def split_columns(columns: Sequence[TextColumn], width: int) -> list[list[TextCo
     for column in columns:
         if tables[-1] and _width_of([*tables[-1], column]) > width:
             tables.append(_telling_apart(columns, width))
-        if not any(each is column for each in tables[-1]):
+        if not any(shown is column for shown in tables[-1]):
             tables[-1].append(column)
     return tables
 
@@ -82,7 +82,7 @@ def _telling_apart(columns: Sequence[TextColumn], width: int) -> list[TextColumn
     for column in columns:
         if len(set(column.cells)) > 1:
             chosen.append(column)
-            if len(set(zip(*(each.cells for each in chosen), strict=True))) == len(column.cells):
+            if len(set(zip(*(other.cells for other in chosen), strict=True))) == len(column.cells):
                 break
     return chosen if chosen and _width_of(chosen) <= width // 2 else [columns[0]]
 

@@ -206,7 +206,7 @@ def sent(made: Any) -> Any:
     if isinstance(made, Encoded):
         return SentEncoded(made.fmt.name, made.shape, {name: sent(part) for name, part in made.parts.items()})
     if isinstance(made, (tuple, list)):
-        return [sent(each) for each in made]
+        return [sent(future) for future in made]
     return made
 
 
@@ -225,5 +225,5 @@ def received(answer: Any) -> Any:
         parts = {name: received(part) for name, part in answer.parts.items()}
         return Encoded(get_format(answer.format), answer.shape, **parts)
     if isinstance(answer, list):
-        return [received(each) for each in answer]
+        return [received(item) for item in answer]
     return answer

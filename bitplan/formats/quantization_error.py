@@ -85,15 +85,15 @@ def sample(x: Tensor, encoded: Encoded, most: int) -> tuple[Tensor, Encoded]:
         return x, encoded
     step = -(-count * height * width // most) | 1
 
-    def take(part: Tensor, each: int) -> Tensor:
-        return part.reshape(-1)[: count * each].reshape(count, each)[::step]
+    def pick(part: Tensor, size: int) -> Tensor:
+        return part.reshape(-1)[: count * size].reshape(count, size)[::step]
 
-    some = take(x, height * width).reshape(-1, width)
+    some = pick(x, height * width).reshape(-1, width)
     parts = fmt.part_shapes(tuple(some.shape))
-    data = take(encoded.data, height * fmt.data_cols(width)).reshape(parts["data"][1])
+    data = pick(encoded.data, height * fmt.data_cols(width)).reshape(parts["data"][1])
     scales = encoded.scales
     if scales is not None:
-        scales = take(scales, scales_each) if scales.numel() > 1 else scales.expand(parts["scales"][1])
+        scales = pick(scales, scales_each) if scales.numel() > 1 else scales.expand(parts["scales"][1])
         scales = scales.reshape(parts["scales"][1])
     return some, Encoded(fmt, tuple(some.shape), data, scales, encoded.base, encoded.zero_point)
 

@@ -93,7 +93,7 @@ def requantize(
         new = encode(x, fmt, scale_rule=scale_rule, pad="zero", name=name)
         # For blocks that hold their own scales, which are searched anew: blocks whose bytes changed count as rebased.
         blocks = math.prod(encoded.fmt.grid(encoded.shape))
-        one, two = (each.data.reshape(blocks, -1) if blocks else each.data for each in (encoded, new))
+        one, two = (item.data.reshape(blocks, -1) if blocks else item.data for item in (encoded, new))
         return new, DriftCounts(blocks, rebased=int((one != two).any(dim=-1).sum()) if blocks else 0)
     rule = check_options(fmt, scale_rule, None, None, None, encoded.shape, name)
     matrix = finite(x, "error", name).reshape(fmt.matrix_shape(encoded.shape))

@@ -59,8 +59,8 @@ class ScaleHealth:
     def __add__(self, other: ScaleHealth) -> ScaleHealth:
         if self.fmt != other.fmt:
             raise FormatError(f"counts of {self.fmt} and {other.fmt} do not add up: they are of different formats")
-        own, more = asdict(self), asdict(other)
-        return ScaleHealth(self.fmt, **{f.name: own[f.name] + more[f.name] for f in fields(self) if f.name != "fmt"})
+        counts, more = asdict(self), asdict(other)
+        return ScaleHealth(self.fmt, **{f.name: counts[f.name] + more[f.name] for f in fields(self) if f.name != "fmt"})
 
     def to_dict(self) -> dict[str, str | int]:
         return asdict(self)

@@ -284,7 +284,7 @@ class Replacements:
 
 def _maker_from_rows(old: nn.Linear, layer: Fp8Linear, rows: slice) -> Callable[[], nn.Module]:
     """A function that returns this linear, or one like it with the rows of a layer."""
-    kept, own = ref(old), vars(old) | {"_parameters": dict.fromkeys(old._parameters)}
+    kept, attributes = ref(old), vars(old) | {"_parameters": dict.fromkeys(old._parameters)}
     tensors = {name: (ref(one), one.dtype, one.requires_grad) for name, one in old.named_parameters()}
 
     def make() -> nn.Module:
@@ -292,7 +292,7 @@ def _maker_from_rows(old: nn.Linear, layer: Fp8Linear, rows: slice) -> Callable[
         if module is not None:
             return module
         module = nn.Linear.__new__(nn.Linear)
-        vars(module).update(own)
+        vars(module).update(attributes)
         for name, (parameter, dtype, trained) in tensors.items():
             kept_parameter = parameter()
             if kept_parameter is None:

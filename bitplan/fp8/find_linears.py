@@ -121,7 +121,8 @@ class _Finder:
         self.vision = [
             path
             for path, module in self.modules.items()
-            if (own := getattr(module, "config", None)) is not None and (id(own) in of_vision or type(own) in of_vision)
+            if (config := getattr(module, "config", None)) is not None
+            and (id(config) in of_vision or type(config) in of_vision)
         ]
         self.run = run_without_numbers(model, example)
         self.wiring = Wiring(model, self.run.view)

@@ -66,7 +66,7 @@ class Axis:
 
     def share(self, value: float) -> float:
         """Where a value lies, from 0 to 1; values outside the range are at its ends."""
-        low, high, value = (math.log(max(each, 1e-300)) if self.log else each for each in (self.low, self.high, value))
+        low, high, value = (math.log(max(edge, 1e-300)) if self.log else edge for edge in (self.low, self.high, value))
         return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
@@ -88,10 +88,12 @@ def linear_axis(
     raw = max((high - low) / goal, 1.0 if whole else 0.0)
     power = 10.0 ** math.floor(math.log10(raw))
     round_steps = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
-    step = next(each * power for each in round_steps if each * power >= raw * 0.999)
+    step = next(round_step * power for round_step in round_steps if round_step * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     values = [index * step for index in range(first, last + 1)]
-    ticks = tuple((each, _trim(formatter(each)) if formatter else f"{each:,.{_decimals(step)}f}") for each in values)
+    ticks = tuple(
+        (value, _trim(formatter(value)) if formatter else f"{value:,.{_decimals(step)}f}") for value in values
+    )
     return Axis(label, first * step, max(last, first + 1) * step, ticks)
 
 

@@ -68,7 +68,7 @@ def build_sections(records: Sequence[Record]) -> list[Section]:
             sections.append(section)
     if any(section.anchor in ("search", "fit") for section in sections):  # which has the plan's size, KL and perplexity
         same_plan = ("decisions", "quality")
-        sections = [replace(each, facts=(), summary=()) if each.anchor in same_plan else each for each in sections]
+        sections = [replace(one, facts=(), summary=()) if one.anchor in same_plan else one for one in sections]
     return [*sections, machine_section(records)]
 
 

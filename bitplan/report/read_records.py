@@ -308,11 +308,11 @@ def _sample(file: BinaryIO, kind: RecordKind, path: Path, size: int) -> _Sample 
 
 
 def _read_lines(numbered: Iterable[tuple[int, bytes]], kind: RecordKind, path: Path) -> tuple[list[Any], int]:
-    lines, torn, place, ahead = [], 0, 0, iter(numbered)
+    lines, torn, index, ahead = [], 0, 0, iter(numbered)
     at = next(ahead, None)
     while at is not None:
-        (number, line), at, place = at, next(ahead, None), place + 1
-        if len(line) > MAX_LINE_BYTES or place > MAX_LINES:
+        (number, line), at, index = at, next(ahead, None), index + 1
+        if len(line) > MAX_LINE_BYTES or index > MAX_LINES:
             raise ReportError(f"{path}: line {number}: a log has at most {MAX_LINES} lines of {MAX_LINE_BYTES} bytes")
         if line.strip():
             try:

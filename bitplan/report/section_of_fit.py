@@ -41,9 +41,9 @@ NEAREST = 3  # memories of the second picture
 
 def fit_section(records: Sequence[Record]) -> Section:
     def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
-        found = record.fields()
-        body = join([source(record), _answers(found), cards(_charts(found)), _table(found)])
-        return body, told(record, _sentence(found)) if len(records) > 1 else "", _facts(found)
+        result = record.fields()
+        body = join([source(record), _answers(result), cards(_charts(result)), _table(result)])
+        return body, told(record, _sentence(result)) if len(records) > 1 else "", _facts(result)
 
     return one_by_one("fit", "Fit", records, draw, _sentence(records[0].fields()))
 
@@ -53,8 +53,8 @@ def tokens(number: float) -> str:
     return f"{number / 1024:g}k" if number >= 1024 and number % 256 == 0 else count(number)
 
 
-def _goal(found: RecordFields) -> str:
-    goal = found.fields("goal")
+def _goal(result: RecordFields) -> str:
+    goal = result.fields("goal")
     batch = goal.whole("batch")
     more = f" of each of {batch} texts" if batch > 1 else ""
     return f"{nbytes(goal.number('memory'))} and {tokens(goal.number('context'))} tokens of context{more}"
@@ -65,34 +65,34 @@ def _distance(row: RecordFields) -> str:
     return f"KL {significant(row.number('predicted'))}, predicted" if kl is None else f"KL {significant(kl)}"
 
 
-def _sentence(found: RecordFields) -> str:
-    plan, probe = found.fields("plan"), found.fields("probe")
+def _sentence(result: RecordFields) -> str:
+    plan, probe = result.fields("plan"), result.fields("probe")
     return (
-        f"For {_goal(found)} in {found.fields('goal').text('target')} the plan takes "
-        f"{nbytes(found.number('needed_bytes'))}: weights {nbytes(plan.number('weights_bytes'))}, keys and values "
+        f"For {_goal(result)} in {result.fields('goal').text('target')} the plan takes "
+        f"{nbytes(result.number('needed_bytes'))}: weights {nbytes(plan.number('weights_bytes'))}, keys and values "
         f"{nbytes(plan.number('kv_bytes'))}, workspace and overhead {nbytes(probe.number('nbytes'))}; "
         f"{_distance(plan)} nats a token from the model."
     )
 
 
-def _facts(found: RecordFields) -> list[Fact]:
-    plan, floor = found.fields("plan"), found.number("noise_floor", None)
-    share = found.number("needed_bytes") / max(1, found.fields("goal").number("memory"))
+def _facts(result: RecordFields) -> list[Fact]:
+    plan, floor = result.fields("plan"), result.number("noise_floor", None)
+    share = result.number("needed_bytes") / max(1, result.fields("goal").number("memory"))
     known = plan.number("kl", None)
     noise = "" if floor is None else beside_floor(plan.number("predicted") if known is None else known, floor)
     label = "nats a token from the model" + ("" if known is not None else ", predicted")
     return [
-        Fact(nbytes(found.number("needed_bytes")), f"of memory, {percent(share)} of the goal", _goal(found)),
+        Fact(nbytes(result.number("needed_bytes")), f"of memory, {percent(share)} of the goal", _goal(result)),
         Fact(significant(plan.number("predicted") if known is None else known), label, noise),
     ]
 
 
-def _answers(found: RecordFields) -> Markup:
-    unproven = found.text("unproven", "")
-    hurt = found.text("hurt_kind", "")
+def _answers(result: RecordFields) -> Markup:
+    unproven = result.text("unproven", "")
+    hurt = result.text("hurt_kind", "")
     rows = [
-        ("What was measured", f"KL, on {count(found.number('tokens'))} tokens that were held out. {unproven}"),
-        ("What was not", "; ".join(map(str, found.get("missing", LIST, [])))),
+        ("What was measured", f"KL, on {count(result.number('tokens'))} tokens that were held out. {unproven}"),
+        ("What was not", "; ".join(map(str, result.get("missing", LIST, [])))),
         ("Kinds of text", f"One is hurt far more: {hurt}" if hurt else ""),
     ]
     return tag("dl", *(join([tag("dt", title), tag("dd", words)]) for title, words in rows if words), class_="answers")
@@ -101,40 +101,40 @@ def _answers(found: RecordFields) -> Markup:
 # ---- pictures --------------------------------------------------------------------------------------------------------
 
 
-def _charts(found: RecordFields) -> list[Markup]:
-    points = list(found.each("landscape", []))
-    drawn = [_card(found, points, "memory", "context"), _card(found, points, "context", "memory")] if points else []
-    return [*drawn, _memory_card(found)]
+def _charts(result: RecordFields) -> list[Markup]:
+    points = list(result.each("landscape", []))
+    drawn = [_card(result, points, "memory", "context"), _card(result, points, "context", "memory")] if points else []
+    return [*drawn, _memory_card(result)]
 
 
-def _memory_card(found: RecordFields) -> Markup:
-    plan, memory = found.fields("plan"), found.fields("goal").number("memory")
+def _memory_card(result: RecordFields) -> Markup:
+    plan, memory = result.fields("plan"), result.fields("goal").number("memory")
     parts = [
         ("weights", plan.number("weights_bytes"), "k0"),
         ("keys and values", plan.number("kv_bytes"), "k1"),
-        ("workspace and overhead", found.fields("probe").number("nbytes"), "k7"),
+        ("workspace and overhead", result.fields("probe").number("nbytes"), "k7"),
     ]
     left = max(0, memory - sum(size for _, size, _ in parts))
     rows = [(name, size, nbytes(size), kind) for name, size, kind in (*parts, ("left", left, "k2"))]
     return card(f"What {nbytes(memory)} are for", bars(rows, "Parts of the memory", whole=memory))
 
 
-def _card(found: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Markup:
+def _card(result: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Markup:
     names = [(PREDICTED, "best plans, predicted, the goal's line"), (PLAN, "the plan, measured")]
     names += [(RIVAL, "other plans, measured")]
     return card(
         f"KL against {along}",
-        kl_frame(found, points, along, by).svg(),
+        kl_frame(result, points, along, by).svg(),
         legend=legend(names),
         note=f"Each line is for one {by}, which stands at its end; no point where nothing fits. At the bottom: the "
         "noise floor or below.",
     )
 
 
-def kl_frame(found: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Frame:
+def kl_frame(result: RecordFields, points: Sequence[RecordFields], along: str, by: str) -> Frame:
     """KL against memory, a line for each context, or against context, a line for each of a few memories."""
-    goal = found.fields("goal")
-    floor = found.number("noise_floor", None) or min((p.number("predicted") for p in points), default=0) or 1e-6
+    goal = result.fields("goal")
+    floor = result.number("noise_floor", None) or min((p.number("predicted") for p in points), default=0) or 1e-6
     written: dict[str, Callable[[float], str]] = {"memory": nbytes, "context": tokens}
 
     def height(nats: float) -> float:
@@ -142,7 +142,7 @@ def kl_frame(found: RecordFields, points: Sequence[RecordFields], along: str, by
 
     lines = _lines(points, by, goal.number(by))
     shown = [point for _, one in lines for point in one]
-    measured = [pair for pair in _measured(found) if pair[0].number(by) == goal.number(by)]
+    measured = [pair for pair in _measured(result) if pair[0].number(by) == goal.number(by)]
     values = [point.number(along) for point in shown] + [where.number(along) for where, _ in measured]
     heights = [height(point.number("predicted")) for point in shown]
     heights += [height(row.number("kl")) for _, row in measured]
@@ -169,7 +169,7 @@ def kl_frame(found: RecordFields, points: Sequence[RecordFields], along: str, by
         segment((at, frame.top), (at, frame.height - frame.bottom), "rule"), text((at + 4, frame.top + 9), "goal")
     )
     for where, row in reversed(measured):  # the plan is on top
-        is_plan = row.text("label") == found.fields("plan").text("label") or where.number(along) != goal.number(along)
+        is_plan = row.text("label") == result.fields("plan").text("label") or where.number(along) != goal.number(along)
         tip = f"{row.text('label')}, measured: {significant(row.number('kl'))} nats with "
         tip += f"{nbytes(where.number('memory'))} and {tokens(where.number('context'))} of context"
         place = frame.px(where.number(along)), frame.py(height(row.number("kl")))
@@ -182,7 +182,7 @@ def _memory_axis(values: Sequence[float]) -> Axis:
     low, high = min(values), max(values)
     raw = max((high - low) / 6, 1.0)
     power = 10.0 ** (len(str(int(raw))) - 1)
-    step = next(each * power for each in (1, 2, 2.5, 5, 10) if each * power >= raw * 0.999)
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
     first = int(low // step) + 1
     ticks = tuple((index * step, nbytes(index * step)) for index in range(first, int(high // step) + 1))
     return Axis("memory", low, max(high, low + 1), ticks or ((low, nbytes(low)),))
@@ -209,26 +209,26 @@ def _colours(lines: Sequence[tuple[float, object]], goal: float) -> list[str]:
     return [PREDICTED if value == goal else next(others, colour(7)) for value, _ in lines]
 
 
-def _measured(found: RecordFields) -> list[tuple[RecordFields, RecordFields]]:
+def _measured(result: RecordFields) -> list[tuple[RecordFields, RecordFields]]:
     """The goal of every measured plan, and the plan: of this fit, and the plans of earlier ones for this target."""
-    own = [(found.fields("goal"), row) for row in found.each("measured")]
-    earlier = chain.from_iterable([(one.fields("goal"), one.fields("plan"))] for one in _earlier(found))
+    here = [(result.fields("goal"), row) for row in result.each("measured")]
+    earlier = chain.from_iterable([(one.fields("goal"), one.fields("plan"))] for one in _earlier(result))
     same = ("batch", "device", "target")
-    goal = found.fields("goal").value
+    goal = result.fields("goal").value
     others = [(where, row) for where, row in earlier if all(where.value.get(key) == goal[key] for key in same)]
-    return [(where, row) for where, row in (*own, *others) if row.number("kl", None) is not None]
+    return [(where, row) for where, row in (*here, *others) if row.number("kl", None) is not None]
 
 
-def _earlier(found: RecordFields) -> list[RecordFields]:
-    return list(found.each("earlier", []))
+def _earlier(result: RecordFields) -> list[RecordFields]:
+    return list(result.each("earlier", []))
 
 
 # ---- table -----------------------------------------------------------------------------------------------------------
 
 
-def _table(found: RecordFields) -> Markup:
-    pairs = [(found.fields("goal"), row) for row in found.each("measured")]
-    pairs += [(one.fields("goal"), row) for one in _earlier(found) for row in one.each("measured")]
+def _table(result: RecordFields) -> Markup:
+    pairs = [(result.fields("goal"), row) for row in result.each("measured")]
+    pairs += [(one.fields("goal"), row) for one in _earlier(result) for row in one.each("measured")]
     goals, rows = [goal for goal, _ in pairs], [row for _, row in pairs]
     kinds = list(dict.fromkeys(kind for row in rows for kind in row.fields("kinds", {}).value))
     by_kind = [

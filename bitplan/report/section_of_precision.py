@@ -54,7 +54,7 @@ def precision_section(records: Sequence[Record]) -> Section:
     def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         updates = _read(record)
         changes = _changes(updates)
-        drawn = [each for each in (_counts_chart(updates), _bytes_chart(updates)) if each]
+        drawn = [chart for chart in (_counts_chart(updates), _bytes_chart(updates)) if chart]
         body = join([source(record), _heat_card(updates, changes), cards(drawn), _changes_table(changes)])
         return body, _summary(record, updates, changes), _facts(updates, changes)
 
@@ -203,7 +203,7 @@ def _step_labels(shown: Sequence[Update], step: float, base: float) -> list[Mark
 def _counts_chart(updates: Sequence[Update]) -> Markup | None:
     names = [name for name in (HIGH, *STRIPS) if any(update.counts[name] for update in updates)]
     curves = [
-        (name, STRIPS.get(name, colour(7)), [(float(each.step), float(each.counts[name])) for each in updates])
+        (name, STRIPS.get(name, colour(7)), [(float(one.step), float(one.counts[name])) for one in updates])
         for name in names
     ]
     return step_chart("Layers in each precision", curves, "layers", zero=True, whole=True)
@@ -211,7 +211,9 @@ def _counts_chart(updates: Sequence[Update]) -> Markup | None:
 
 def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
     known = [
-        (float(each.step), each.bytes_sent, each.bytes_not_sent) for each in updates if each.bytes_sent is not None
+        (float(update.step), update.bytes_sent, update.bytes_not_sent)
+        for update in updates
+        if update.bytes_sent is not None
     ]
     sent = [(step, float(value or 0)) for step, value, _ in known]
     whole = [(step, float((value or 0) + rest)) for step, value, rest in known if rest is not None]
@@ -225,11 +227,11 @@ def _changes_table(changes: Sequence[PrecisionChange]) -> Markup:
     title = f"{plural(len(changes), 'change')} of precision"
     drawn = column_table(
         title,
-        (Column("Step", numeric=True), [figure(float(each.step), count) for each in changes]),
-        (Column("Layer", mono=True), [each.block for each in changes]),
-        (Column("From"), [each.before for each in changes]),
-        (Column("To", choose=True), [each.after for each in changes]),
-        (Column("Why", wide=True), [each.reason for each in changes]),
+        (Column("Step", numeric=True), [figure(float(change.step), count) for change in changes]),
+        (Column("Layer", mono=True), [change.block for change in changes]),
+        (Column("From"), [change.before for change in changes]),
+        (Column("To", choose=True), [change.after for change in changes]),
+        (Column("Why", wide=True), [change.reason for change in changes]),
         folds=False,
     )
     return fold(title, drawn)

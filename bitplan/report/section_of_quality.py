@@ -60,7 +60,7 @@ def errors_section(records: Sequence[Record]) -> Section:
         is_calibration = record.kind == "calibration"
         errors = _calibration(record) if is_calibration else _drift(record)
         last = _last_step(errors)
-        drawn = [each for each in (_histogram(last, record.kind), _over_steps(errors), _by_format(last)) if each]
+        drawn = [chart for chart in (_histogram(last, record.kind), _over_steps(errors), _by_format(last)) if chart]
         shown = _calibration_table(last) if is_calibration else _drift_table(last)
         return join([source(record), _findings(record), cards(drawn), shown]), _worst(record, last), _worst_fact(last)
 
@@ -82,7 +82,7 @@ def _findings(record: Record) -> Markup:
     findings = record.content.get("findings", []) if isinstance(record.content, dict) else []
     if not isinstance(findings, list):
         raise ReportError(f"{record.name}: findings must be a list")
-    return tag("ul", *(tag("li", str(each)) for each in findings), class_="findings") if findings else Markup("")
+    return tag("ul", *(tag("li", str(finding)) for finding in findings), class_="findings") if findings else Markup("")
 
 
 def _calibration(record: Record) -> list[ErrorRow]:
@@ -265,7 +265,7 @@ def quality_section(records: Sequence[Record]) -> Section:
     def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         document = record.fields()
         rows = _rows(document)
-        drawn = [each for each in (_perplexity_chart(rows), _kl_chart(rows)) if each]
+        drawn = [chart for chart in (_perplexity_chart(rows), _kl_chart(rows)) if chart]
         body = join([source(record, _settings(document)), cards(drawn), _table(record, rows)])
         return body, _summary(record, rows), _facts(rows)
 
@@ -287,14 +287,14 @@ def _rows(document: RecordFields) -> list[RecordFields]:
 
 def _settings(document: RecordFields) -> str:
     given = document.value.get("settings")
-    found = RecordFields(given if isinstance(given, dict) else document.value, document.where)
-    names = {key: found.value[key] for key in ("model", "text", "context", "tokens") if key in found}
+    settings = RecordFields(given if isinstance(given, dict) else document.value, document.where)
+    names = {key: settings.value[key] for key in ("model", "text", "context", "tokens") if key in settings}
     return ", ".join(f"{key} {str(value).rpartition('/')[2]}" for key, value in names.items()) + "."
 
 
 def _interval(row: RecordFields) -> list[float] | None:
-    found = row.numbers("perplexity_interval", None)
-    return found if found and len(found) == 2 else None
+    interval = row.numbers("perplexity_interval", None)
+    return interval if interval and len(interval) == 2 else None
 
 
 def _kl(row: RecordFields) -> tuple[float, float] | None:
@@ -319,7 +319,7 @@ def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
         return None
     values = [row.number("perplexity") for row in rows]
     intervals = [_interval(row) for row in rows]
-    heights = values + [edge for each in intervals if each for edge in each]
+    heights = values + [edge for ends in intervals if ends for edge in ends]
     steep = max(heights) > 20 * min(heights) > 0
     y = log_axis(heights, "perplexity") if steep else linear_axis(heights, "perplexity")
     x = log_axis([row.number("bits_per_weight") for row in rows], "bits a weight, scales included", base=2)
@@ -368,7 +368,10 @@ def _table(record: Record, rows: Sequence[RecordFields]) -> Markup:
     same = [row.fields("top1_agreement").number("mean") if "top1_agreement" in row else None for row in rows]
     floor = next((kl[0] for row, kl in zip(rows, distances, strict=True) if kl and _name(row).startswith(FLOOR)), None)
     over = [kl[0] / floor if kl and floor else None for kl in distances]
-    between = [f"{significant(each[0], 4)} {TO} {significant(each[1], 4)}" if each else NONE for each in intervals]
+    between = [
+        f"{significant(interval[0], 4)} {TO} {significant(interval[1], 4)}" if interval else NONE
+        for interval in intervals
+    ]
     return column_table(
         f"perplexity by format, {record.name}",
         (Column("Format"), [_name(row) for row in rows]),
@@ -376,14 +379,14 @@ def _table(record: Record, rows: Sequence[RecordFields]) -> Markup:
         (Column("Perplexity", numeric=True), [Cell(_perplexity(row), row.number("perplexity")) for row in rows]),
         (
             Column("95 % interval", numeric=True),
-            [Cell(text, each[0] if each else None) for text, each in zip(between, intervals, strict=True)],
+            [Cell(text, ends[0] if ends else None) for text, ends in zip(between, intervals, strict=True)],
         ),
         (
             Column("KL, nats a token", numeric=True),
             [Cell(f"{significant(kl[0])} ± {significant(kl[1], 2)}", kl[0]) if kl else NONE for kl in distances],
         ),
-        (Column("KL / floor", numeric=True), [figure(each, two_digits) for each in over]),
-        (Column("Same top token", numeric=True), [figure(each, percent) for each in same]),
+        (Column("KL / floor", numeric=True), [figure(ratio, two_digits) for ratio in over]),
+        (Column("Same top token", numeric=True), [figure(share, percent) for share in same]),
     )
 
 

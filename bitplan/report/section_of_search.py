@@ -59,9 +59,9 @@ ROW, SIDE, TOP = 22, 74, 26
 
 def search_section(records: Sequence[Record]) -> Section:
     def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
-        found = record.fields()
-        body = join([source(record), _answers(found), cards(_charts(found)), _tables(found)])
-        return body, told(record, _sentence(found)) if len(records) > 1 else "", _facts(found)
+        result = record.fields()
+        body = join([source(record), _answers(result), cards(_charts(result)), _tables(result)])
+        return body, told(record, _sentence(result)) if len(records) > 1 else "", _facts(result)
 
     return one_by_one("search", "Search", records, draw, _sentence(records[0].fields()))
 
@@ -107,17 +107,17 @@ def _now(start: RecordFields, steps: Sequence[RecordFields]) -> str:
     )
 
 
-def _charts(found: RecordFields) -> list[Markup]:
+def _charts(result: RecordFields) -> list[Markup]:
     """Predicted against measured only of three plans and more: of two, the table says it."""
-    drawn = [_heat_card(found), _front_card(found)]
-    return drawn + ([_agreement_card(found)] if len(list(found.each("measured"))) >= FEWEST_POINTS else [])
+    drawn = [_heat_card(result), _front_card(result)]
+    return drawn + ([_agreement_card(result)] if len(list(result.each("measured"))) >= FEWEST_POINTS else [])
 
 
 # ---- the four answers ------------------------------------------------------------------------------------------------
 
 
-def _goal(found: RecordFields) -> str:
-    goal = found.fields("goal")
+def _goal(result: RecordFields) -> str:
+    goal = result.fields("goal")
     words = []
     if "bits" in goal:
         words.append(f"{significant(goal.number('bits'))} bits a weight")
@@ -130,10 +130,10 @@ def _goal(found: RecordFields) -> str:
     return ", ".join(words) or "no goal"
 
 
-def _sentence(found: RecordFields) -> str:
+def _sentence(result: RecordFields) -> str:
     """What was decided, how much smaller the model is, and at what cost."""
-    plan, reference, floor = found.fields("plan"), found.fields("reference"), found.fields("noise_floor")
-    formats = {cell.text("format") for cell in found.each("heat")}
+    plan, reference, floor = result.fields("plan"), result.fields("reference"), result.fields("noise_floor")
+    formats = {cell.text("format") for cell in result.each("heat")}
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
     perplexity = plan.number("perplexity", None)
     kl, noise = plan.number("kl"), floor.number("kl")
@@ -141,35 +141,35 @@ def _sentence(found: RecordFields) -> str:
     if perplexity is not None:
         cost += f", perplexity {significant(perplexity, 4)} for {significant(reference.number('perplexity'), 4)}"
     return (
-        f"For {_goal(found)} the plan mixes {plural(len(formats), 'format')}: {nbytes(plan.number('bytes'))}, "
-        f"{significant(smaller)} times smaller than the model, at {cost}.{_missed(found)}"
+        f"For {_goal(result)} the plan mixes {plural(len(formats), 'format')}: {nbytes(plan.number('bytes'))}, "
+        f"{significant(smaller)} times smaller than the model, at {cost}.{_missed(result)}"
     )
 
 
-def _missed(found: RecordFields) -> str:
+def _missed(result: RecordFields) -> str:
     """A sentence where the plan is farther from the model than was asked for."""
-    missed = found.text("missed_goal", "")
+    missed = result.text("missed_goal", "")
     return f" The goal is missed: {missed}." if missed else ""
 
 
-def _unseen(found: RecordFields) -> str:
+def _unseen(result: RecordFields) -> str:
     """A sentence where no token of the text was sent to some experts."""
-    unseen = found.text("unseen_experts", "")
+    unseen = result.text("unseen_experts", "")
     return f" {unseen[:1].upper()}{unseen[1:]}." if unseen else ""
 
 
-def _facts(found: RecordFields) -> list[Fact]:
-    plan, reference, floor = found.fields("plan"), found.fields("reference"), found.fields("noise_floor")
+def _facts(result: RecordFields) -> list[Fact]:
+    plan, reference, floor = result.fields("plan"), result.fields("reference"), result.fields("noise_floor")
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
     facts = [
         Fact(
-            nbytes(plan.number("bytes")), f"{significant(plan.number('bits'))} bits a weight", f"goal: {_goal(found)}"
+            nbytes(plan.number("bytes")), f"{significant(plan.number('bits'))} bits a weight", f"goal: {_goal(result)}"
         ),
         Fact(f"{significant(smaller)}{TIMES}", "smaller than the model", f"from {nbytes(reference.number('bytes'))}"),
         Fact(
             significant(plan.number("kl")),
             "nats a token from the model",
-            _missed(found).strip() or beside_floor(plan.number("kl"), floor.number("kl")),
+            _missed(result).strip() or beside_floor(plan.number("kl"), floor.number("kl")),
         ),
     ]
     perplexity = plan.number("perplexity", None)
@@ -179,9 +179,9 @@ def _facts(found: RecordFields) -> list[Fact]:
     return facts
 
 
-def _answers(found: RecordFields) -> Markup:
-    plan, reference, floor = found.fields("plan"), found.fields("reference"), found.fields("noise_floor")
-    cells = list(found.each("heat"))
+def _answers(result: RecordFields) -> Markup:
+    plan, reference, floor = result.fields("plan"), result.fields("reference"), result.fields("noise_floor")
+    cells = list(result.each("heat"))
     formats = Counter(cell.text("format") for cell in cells)
     mix = ", ".join(f"{name} for {plural(number, 'group')}" for name, number in formats.most_common())
     costly = sorted(cells, key=lambda cell: -cell.number("nats_in_smallest") / max(cell.number("bytes"), 1))[:2]
@@ -190,30 +190,30 @@ def _answers(found: RecordFields) -> Markup:
     between = f" (95 % {significant(interval[0])} to {significant(interval[1])})" if interval else ""
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)
     rows = [
-        ("What was decided", f"{mix}. {_solved(found)}"),
+        ("What was decided", f"{mix}. {_solved(result)}"),
         (
             "Why",
-            f"The least damage within {_goal(found)}, by damage predicted from the really rounded weights and checked "
-            f"by measurement. A byte matters most in {why}.{_unseen(found)}",
+            f"The least damage within {_goal(result)}, by damage predicted from the really rounded weights and checked "
+            f"by measurement. A byte matters most in {why}.{_unseen(result)}",
         ),
         (
             "What it cost",
             f"KL {significant(plan.number('kl'))} nats a token{between}; running the model in bfloat16 costs "
             f"{significant(floor.number('kl'), 2)}. Perplexity {significant(plan.number('perplexity', None), 4)}, "
-            f"of the model {significant(reference.number('perplexity'), 4)}.{_missed(found)}",
+            f"of the model {significant(reference.number('perplexity'), 4)}.{_missed(result)}",
         ),
         (
             "What it gained",
             f"{nbytes(plan.number('bytes'))} in place of {nbytes(reference.number('bytes'))}: "
-            f"{significant(smaller)}{TIMES} smaller. {_rival(found)}",
+            f"{significant(smaller)}{TIMES} smaller. {_rival(result)}",
         ),
     ]
     return tag("dl", *(join([tag("dt", title), tag("dd", words)]) for title, words in rows), class_="answers")
 
 
-def _solved(found: RecordFields) -> str:
+def _solved(result: RecordFields) -> str:
     """How good the plan is among all choices: by the solver's proof, and by measurements that corrected predictions."""
-    solution, tried = found.fields("solution"), 1 + int(found.number("corrections", 0))
+    solution, tried = result.fields("solution"), 1 + int(result.number("corrections", 0))
     gap, promised = solution.number("gap", 0.0), solution.number("promised", 0.0)
     if gap >= 1e-5:
         return f"The solver stopped within {percent(gap)} of the best possible."
@@ -223,19 +223,19 @@ def _solved(found: RecordFields) -> str:
     return "No choice of these formats is predicted to cost less." if tried == 1 else f"It is {by}."
 
 
-def _rival(found: RecordFields) -> str:
+def _rival(result: RecordFields) -> str:
     """How the plan compares with the smallest plan that needs no search."""
-    if found.flag("lost", False):
-        why = found.text("why_lost", f"{found.fields('plan').text('label')} was better, and is the plan")
+    if result.flag("lost", False):
+        why = result.text("why_lost", f"{result.fields('plan').text('label')} was better, and is the plan")
         return f"The search lost: {why}."
-    others = [each for each in found.each("measured") if each.text("kind") != "plan"]
+    others = [row for row in result.each("measured") if row.text("kind") != "plan"]
     if not others:
         return ""
-    close = min(others, key=lambda each: each.number("bytes"))
-    ours, theirs = found.fields("plan").number("kl"), close.number("kl")
+    close = min(others, key=lambda row: row.number("bytes"))
+    ours, theirs = result.fields("plan").number("kl"), close.number("kl")
     if ours <= 0 or theirs <= 0:
         return ""
-    goal, more = found.fields("goal"), ", more than the goal allows,"
+    goal, more = result.fields("goal"), ", more than the goal allows,"
     is_larger = any(key in goal and close.number(key) > goal.number(key) for key in ("bits", "bytes"))
     is_farther = "max_kl" in goal and theirs > goal.number("max_kl")
     compared = f"{significant(theirs / ours)}{TIMES} as much"
@@ -250,8 +250,8 @@ def _rival(found: RecordFields) -> str:
 # ---- heat map: layer by projection -----------------------------------------------------------------------------------
 
 
-def _heat_card(found: RecordFields) -> Markup:
-    cells = list(found.each("heat"))
+def _heat_card(result: RecordFields) -> Markup:
+    cells = list(result.each("heat"))
     parts = list(dict.fromkeys(cell.text("part") for cell in cells if cell.text("layer")))[:MOST_PARTS]
     layers = list(dict.fromkeys(cell.text("layer") for cell in cells if cell.text("layer")))
     outside = [cell for cell in cells if not cell.text("layer")]
@@ -338,12 +338,14 @@ def _cut(name: str, width: float) -> str:
 # ---- the front, and predicted against measured -----------------------------------------------------------------------
 
 
-def _front_card(found: RecordFields) -> Markup:
-    points = [(each.number("bits"), each.number("nats")) for each in found.each("front") if each.number("nats") > 0]
-    uniform = [each for each in found.each("uniform") if each.number("nats") > 0]
-    measured = [each for each in found.each("measured") if each.number("kl") > 0]
-    bits = [x for x, _ in points] + [each.number("bits") for each in (*uniform, *measured)]
-    nats = [y for _, y in points] + [each.number("nats") for each in uniform] + [each.number("kl") for each in measured]
+def _front_card(result: RecordFields) -> Markup:
+    points = [
+        (point.number("bits"), point.number("nats")) for point in result.each("front") if point.number("nats") > 0
+    ]
+    uniform = [row for row in result.each("uniform") if row.number("nats") > 0]
+    measured = [row for row in result.each("measured") if row.number("kl") > 0]
+    bits = [x for x, _ in points] + [row.number("bits") for row in (*uniform, *measured)]
+    nats = [y for _, y in points] + [row.number("nats") for row in uniform] + [row.number("kl") for row in measured]
     near = [value for value, x in zip(nats, bits, strict=True) if x <= 10] or nats
     frame = Frame(
         linear_axis([x for x in bits if x <= 10] or bits, "bits a weight"),
@@ -353,23 +355,23 @@ def _front_card(found: RecordFields) -> Markup:
     inside = [(x, y) for x, y in points if x <= frame.x.high and y >= frame.y.low]
     if len(inside) > 1:
         frame.add(line(frame, _steps(inside), "k0"))
-    for each in uniform:
-        x, y = each.number("bits"), each.number("nats")
+    for row in uniform:
+        x, y = row.number("bits"), row.number("nats")
         if x <= frame.x.high and y >= frame.y.low:
-            tip = f"all in {each.text('label')}: predicted {significant(y)} nats at {significant(x)} bits"
+            tip = f"all in {row.text('label')}: predicted {significant(y)} nats at {significant(x)} bits"
             frame.add(marker((frame.px(x), frame.py(y)), "k7", tip, "ring"))
-    for each in measured:
-        x, y, is_plan = each.number("bits"), each.number("kl"), each.text("kind") == "plan"
+    for row in measured:
+        x, y, is_plan = row.number("bits"), row.number("kl"), row.text("kind") == "plan"
         if x > frame.x.high:
             continue
-        interval = _interval(each)
+        interval = _interval(row)
         if interval and interval[0] > 0:
             frame.add(whisker(frame, x, interval[0], interval[1], "plain thin"))
-        tip = f"{each.text('label')}: measured {significant(y)} nats at {significant(x)} bits"
+        tip = f"{row.text('label')}: measured {significant(y)} nats at {significant(x)} bits"
         frame.add(
             marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
         )
-    places = [(frame.px(each.number("bits")), frame.py(each.number("kl")), each) for each in measured]
+    places = [(frame.px(row.number("bits")), frame.py(row.number("kl")), row) for row in measured]
     frame.add(*_labels(places, frame.px(frame.x.high), plan_below=True))
     names = legend(
         [
@@ -397,11 +399,11 @@ def _labels(
     """
     drawn: list[Markup] = []
     places: list[tuple[float, float, float]] = []
-    for number, (x, y, each) in enumerate(points):
-        if plan_below and each.text("kind") == "plan":
+    for number, (x, y, point) in enumerate(points):
+        if plan_below and point.text("kind") == "plan":
             drawn += [text((x - 8, y + 15), "plan", "end")] if x <= right else []
             continue
-        words = "plan" if each.text("kind") == "plan" else str(number)
+        words = "plan" if point.text("kind") == "plan" else str(number)
         width = 7.0 * len(words) + 2
         while any(x < left + wide and left < x + width and abs(y - top) < 11 for left, top, wide in places):
             y += 11
@@ -413,7 +415,7 @@ def _labels(
 
 def _numbered(measured: Sequence[RecordFields]) -> str:
     """What the numbers of a picture stand for."""
-    words = [f"{number}: {each.text('label')}" for number, each in enumerate(measured) if each.text("kind") != "plan"]
+    words = [f"{number}: {row.text('label')}" for number, row in enumerate(measured) if row.text("kind") != "plan"]
     return f"{'; '.join(words)}." if words else ""
 
 
@@ -423,22 +425,22 @@ def _steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     return [points[0], *(place for pair in zip(corners, points[1:], strict=True) for place in pair)]
 
 
-def _agreement_card(found: RecordFields) -> Markup:
-    pairs = [(each.number("predicted"), each.number("kl"), each) for each in found.each("measured")]
-    pairs = [(x, y, each) for x, y, each in pairs if x > 0 and y > 0]
+def _agreement_card(result: RecordFields) -> Markup:
+    pairs = [(row.number("predicted"), row.number("kl"), row) for row in result.each("measured")]
+    pairs = [(x, y, row) for x, y, row in pairs if x > 0 and y > 0]
     values = [value for x, y, _ in pairs for value in (x, y)] or [1.0]
     frame = Frame(
         log_axis(values, "predicted KL"), log_axis(values, "measured KL"), "Predicted against measured damage"
     )
     ends = max(frame.x.low, frame.y.low), min(frame.x.high, frame.y.high)
     frame.add(segment((frame.px(ends[0]), frame.py(ends[0])), (frame.px(ends[1]), frame.py(ends[1])), "rule"))
-    for x, y, each in pairs:
-        is_plan = each.text("kind") == "plan"
-        tip = f"{each.text('label')}: predicted {significant(x)}, measured {significant(y)} nats"
+    for x, y, pair in pairs:
+        is_plan = pair.text("kind") == "plan"
+        tip = f"{pair.text('label')}: predicted {significant(x)}, measured {significant(y)} nats"
         frame.add(
             marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
         )
-    frame.add(*_labels([(frame.px(x), frame.py(y), each) for x, y, each in pairs], frame.px(frame.x.high)))
+    frame.add(*_labels([(frame.px(x), frame.py(y), row) for x, y, row in pairs], frame.px(frame.x.high)))
     names = legend([("k3", "the plan"), ("k1", "others, numbered as in the picture before")])
     return card(
         "Predicted against measured",
@@ -449,55 +451,55 @@ def _agreement_card(found: RecordFields) -> Markup:
 
 
 def _interval(row: RecordFields) -> list[float] | None:
-    found = row.numbers("kl_interval", None)
-    if found is not None and len(found) != 2:
-        row.fail("kl_interval", "two numbers", found)
-    return found
+    interval = row.numbers("kl_interval", None)
+    if interval is not None and len(interval) != 2:
+        row.fail("kl_interval", "two numbers", interval)
+    return interval
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------
 
 
-def _tables(found: RecordFields) -> Markup:
-    rows = list(found.each("measured"))
-    intervals, floor = [_interval(each) for each in rows], found.fields("noise_floor").number("kl")
+def _tables(result: RecordFields) -> Markup:
+    rows = list(result.each("measured"))
+    intervals, floor = [_interval(row) for row in rows], result.fields("noise_floor").number("kl")
     measured = column_table(
-        f"what was measured on {count(found.fields('reference').whole('tokens'))} tokens",
-        (Column("Plan", mono=True), [each.text("label") for each in rows]),
-        (Column("KL", numeric=True), [figure(each.number("kl"), significant) for each in rows]),
+        f"what was measured on {count(result.fields('reference').whole('tokens'))} tokens",
+        (Column("Plan", mono=True), [row.text("label") for row in rows]),
+        (Column("KL", numeric=True), [figure(row.number("kl"), significant) for row in rows]),
         (
             Column("KL / floor", numeric=True),
-            [figure(each.number("kl") / floor if floor else None, two_digits) for each in rows],
+            [figure(row.number("kl") / floor if floor else None, two_digits) for row in rows],
         ),
-        (Column("Bytes", numeric=True), [figure(each.number("bytes"), nbytes) for each in rows]),
-        (Column("Bits", numeric=True), [figure(each.number("bits"), _four_digits) for each in rows]),
+        (Column("Bytes", numeric=True), [figure(row.number("bytes"), nbytes) for row in rows]),
+        (Column("Bits", numeric=True), [figure(row.number("bits"), _four_digits) for row in rows]),
         (
             Column("KL, 95 %", numeric=True),
-            [f"{significant(each[0])} to {significant(each[1])}" if each else "" for each in intervals],
+            [f"{significant(interval[0])} to {significant(interval[1])}" if interval else "" for interval in intervals],
         ),
-        (Column("Perplexity", numeric=True), [figure(each.number("perplexity", None), _four_digits) for each in rows]),
+        (Column("Perplexity", numeric=True), [figure(row.number("perplexity", None), _four_digits) for row in rows]),
     )
     return join(
         [
             heading("Measured on text that was held out"),
             measured,
-            _unmeasured(found),
-            fold("Every group, by layer", _groups(found)),
+            _unmeasured(result),
+            fold("Every group, by layer", _groups(result)),
         ]
     )
 
 
-def _unmeasured(found: RecordFields) -> Markup:
+def _unmeasured(result: RecordFields) -> Markup:
     """Plans without a search that were left to the prediction, by name."""
     left = [
-        f"{each.text('label')} ({significant(each.number('nats'))} nats, {nbytes(each.number('bytes'))})"
-        for each in (found.each("unmeasured") if "unmeasured" in found else ())
+        f"{row.text('label')} ({significant(row.number('nats'))} nats, {nbytes(row.number('bytes'))})"
+        for row in (result.each("unmeasured") if "unmeasured" in result else ())
     ]
     return tag("p", f"Not measured, for they are predicted to lose: {'; '.join(left)}.") if left else join([])
 
 
-def _groups(found: RecordFields) -> Markup:
-    cells = list(found.each("heat"))
+def _groups(result: RecordFields) -> Markup:
+    cells = list(result.each("heat"))
     classes = format_colours(dict.fromkeys(cell.text("format") for cell in cells))
     formats = [cell.text("format") for cell in cells]
     chips = [Cell(tag("span", name, class_=f"chip {classes[name]}"), word=name) for name in formats]

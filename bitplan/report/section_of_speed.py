@@ -171,12 +171,12 @@ def _rule_name(rule: RecordFields) -> str:
 
 
 def _bands(rule: RecordFields) -> list[tuple[float, float]]:
-    found = rule.value.get("bands")
-    if not isinstance(found, list) or not all(
-        (isinstance(each, list) and len(each) == 2 and all(map(is_number, each))) for each in found
+    bands = rule.value.get("bands")
+    if not isinstance(bands, list) or not all(
+        (isinstance(band, list) and len(band) == 2 and all(map(is_number, band))) for band in bands
     ):
-        rule.fail("bands", "a list of pairs of token counts", found)
-    return [(float(low), float(high)) for low, high in found]
+        rule.fail("bands", "a list of pairs of token counts", bands)
+    return [(float(low), float(high)) for low, high in bands]
 
 
 def _rule_card(rule: RecordFields, threshold: float, confidence: float) -> Markup:
@@ -285,7 +285,7 @@ def _benchmark_rows(record: Record) -> list[RecordFields]:
     if isinstance(record.content, dict):
         return list(record.fields().each("rows"))
     lines = record.lines()
-    return [each for each in lines[1:] if "end" not in each]
+    return [row for row in lines[1:] if "end" not in row]
 
 
 def _failures(rows: Sequence[RecordFields]) -> Markup:

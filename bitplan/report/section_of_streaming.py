@@ -57,7 +57,7 @@ def training_section(records: Sequence[Record]) -> Section:
     runs = [_read(record) for record in records]
     figures = dict.fromkeys(name for run in runs for name in run.curves)
     drawn = [_chart(runs, name) for name in ("loss", *(name for name in figures if name not in LOSSES))]
-    body = join([*(source(run.record) for run in runs), cards([each for each in drawn if each])])
+    body = join([*(source(run.record) for run in runs), cards([chart for chart in drawn if chart])])
     last = runs[0].curves["loss"][-1][1]
     facts = (Fact(significant(last, 4), "final loss", runs[0].name),) if len(runs) == 1 else ()
     return Section("training", "Training", body, tuple(_sentence(run) for run in runs), facts)
@@ -133,7 +133,7 @@ class LanePiece(NamedTuple):
 def stream_section(records: Sequence[Record]) -> Section:
     def draw(record: Record) -> tuple[Markup, object, Sequence[Fact]]:
         steps = record.lines()
-        drawn = [each for each in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if each]
+        drawn = [chart for chart in (_times_chart(steps), _bytes_chart(steps[-1]), _memory_chart(steps)) if chart]
         return join([source(record), _timeline_card(steps), cards(drawn)]), _summary(record, steps), _facts(steps)
 
     return one_by_one("streaming", "Streaming", records, draw)

@@ -205,7 +205,7 @@ class VectorScales:
         return v * self.steps().repeat_interleave(self.layout.group, 1)
 
 
-def inverse_of(own: Tensor) -> Tensor:
+def inverse_of(block: Tensor) -> Tensor:
     """The inverse of [..., 8, 8] parts of a Hessian, computed in float64."""
-    inverse: Tensor = torch.linalg.inv(own.double())
+    inverse: Tensor = torch.linalg.inv(block.double())
     return inverse.float()

@@ -131,9 +131,9 @@ def pick(tried, cost, scales):
     """The first of those that cost least; what is not a number never wins."""
     for row in range(tried.shape[0]):
         place, least = 0, F32(np.inf)
-        for each in range(tried.shape[1]):
-            if cost[row, each] < least:
-                place, least = each, cost[row, each]
+        for index in range(tried.shape[1]):
+            if cost[row, index] < least:
+                place, least = index, cost[row, index]
         scales[row, 0] = tried[row, place]
 
 
@@ -171,8 +171,8 @@ def sweep_blocks(
             for k in range(numbers):
                 share, line = code[k], hessian[begin + k, begin:end]
                 if share != ZERO:
-                    for each in range(numbers):
-                        way[each] += share * line[each]
+                    for index in range(numbers):
+                        way[index] += share * line[index]
             rise = curve = ZERO
             for k in range(numbers):
                 rise += code[k] * slope[k]
@@ -199,14 +199,14 @@ def sweep_blocks(
                         code[k] = better
                         change[k] += move
                         line = hessian[begin + k, begin:end]
-                        for each in range(numbers):
-                            slope[each] -= move * line[each]
+                        for index in range(numbers):
+                            slope[index] -= move * line[index]
             after = slopes[row, end:]
             for k in range(numbers):
                 share, line = change[k], hessian[begin + k, end:]
                 if share != ZERO:
-                    for each in range(after.size):
-                        after[each] -= share * line[each]
+                    for index in range(after.size):
+                        after[index] -= share * line[index]
 
 
 @inlined
@@ -313,21 +313,21 @@ class ScaledRounder:
         self, piece: Tensor, factor: Tensor, plain: Tensor, multiples: tuple[float, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Codes and errors [R, g] of a block, and its scales [R]: the best of what `candidates_of` gives."""
-        numbers, shares, first_tried = (each.contiguous().numpy() for each in (piece, factor, plain))
+        numbers, shares, first_tried = (tensor.contiguous().numpy() for tensor in (piece, factor, plain))
         rows, wide, high = len(numbers), np.array(multiples, F32), self._grid[1]
         codes, errors, scales = torch.empty(piece.shape), torch.empty(piece.shape), torch.empty(rows, 1)
         outs = codes.numpy(), errors.numpy(), scales.numpy()
         step, parts = rows_at_once(rows), np.zeros(piece.shape[1], np.int64)
 
         def work(first: int) -> None:
-            own = slice(first, first + step)
-            given, offsets = numbers[own], np.zeros((len(numbers[own]), 1), F32)
+            some = slice(first, first + step)
+            given, offsets = numbers[some], np.zeros((len(numbers[some]), 1), F32)
             tried, cost = (np.empty((len(given), 1 + len(wide)), F32) for _ in range(2))
-            own_codes, own_errors, steps = (each[own] for each in outs)
-            candidates(given, first_tried[own], wide, high, self._storage, self._is_power, tried)
+            some_codes, some_errors, steps = (out[some] for out in outs)
+            candidates(given, first_tried[some], wide, high, self._storage, self._is_power, tried)
             try_rows(given, shares, tried, cost, *self._grid)
             pick(tried, cost, steps)
-            round_rows(given, shares, steps, offsets, parts, own_codes, own_errors, *self._grid)
+            round_rows(given, shares, steps, offsets, parts, some_codes, some_errors, *self._grid)
 
         on_threads(work, range(0, rows, step))
         return codes, errors, scales.squeeze(1)
@@ -409,7 +409,7 @@ class BlockRounder:
             steps, offsets = self._store(
                 self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows
             )
-            round_rows(given[rows], shares, steps, offsets, groups, *(each[rows] for each in outs), *self._grid)
+            round_rows(given[rows], shares, steps, offsets, groups, *(out[rows] for out in outs), *self._grid)
 
         on_threads(work, range(0, len(given), step))
         return codes, errors
@@ -462,13 +462,13 @@ def _by_rows(
 ) -> None:
     """`loop` on some rows of the piece, and of what is given by row, at a time."""
     whole = piece.contiguous().numpy()
-    arrays: list[Any] = [each.contiguous().numpy() for each in given]
+    arrays: list[Any] = [tensor.contiguous().numpy() for tensor in given]
     numbers = _numbers_of(grid)
     step = rows_at_once(len(whole))
 
     def work(first: int) -> None:
         rows = slice(first, first + step)
-        loop(whole[rows], *(each[rows] if place in by_row else each for place, each in enumerate(arrays)), *numbers)
+        loop(whole[rows], *(array[rows] if place in by_row else array for place, array in enumerate(arrays)), *numbers)
 
     on_threads(work, range(0, len(whole), step))
 
@@ -564,8 +564,8 @@ def _sweep_groups(
                 for k in range(begin, begin + group):
                     share, line = code[k], hessian[k]
                     if share != ZERO:
-                        for each in range(width):
-                            own[each] += share * line[each]
+                        for index in range(width):
+                            own[index] += share * line[index]
                 if has_groups:
                     at = (first + begin) // group
                     rise, curve = _along(code, slope, own, begin, begin + group)
@@ -589,8 +589,8 @@ def _sweep_groups(
                     at = (first + begin) // group
                     factor = mins[row, at] if is_minimum else scales[row, at]
                     line = hessian_sums[begin // group] if is_minimum else of_groups[part]
-                    for each in range(width):
-                        change[each] += factor * line[each]
+                    for index in range(width):
+                        change[index] += factor * line[index]
                 for k in range(start, start + numbers):
                     at = (first + k) // group
                     way = mins[row, at] if is_minimum else F32(code[k] * scales[row, at])
@@ -604,8 +604,8 @@ def _sweep_groups(
                 move = F32(wanted - now)
                 if F32(2) * move * rise > move * move * curve:
                     units[row, block] = wanted
-                    for each in range(width):
-                        slope[each] -= move * change[each]
+                    for index in range(width):
+                        slope[index] -= move * change[index]
             for k in range(start, start + numbers):
                 at = (first + k) // group
                 step = F32(ds[row, block] * scales[row, at])
@@ -616,8 +616,8 @@ def _sweep_groups(
                     if move != ZERO:
                         code[k] = better
                         line = hessian[k]
-                        for each in range(width):
-                            slope[each] -= move * line[each]
+                        for index in range(width):
+                            slope[index] -= move * line[index]
                 value = F32(F32(code[k] * step) + F32(dmins[row, block] * mins[row, at]))
                 changes[row, k] = value - before[k]
 
@@ -640,6 +640,6 @@ def _better_integer(now, unit, rise, curve, low, high, slope, change):
     move = F32(F32(wanted - now) * unit)
     if not F32(2) * move * rise > move * move * curve:
         return now
-    for each in range(slope.size):
-        slope[each] -= move * change[each]
+    for index in range(slope.size):
+        slope[index] -= move * change[index]
     return wanted

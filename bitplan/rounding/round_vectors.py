@@ -44,9 +44,11 @@ def round_vectors(matrix: Tensor, by: OrderedFactor, fmt: GgufVectors, sweeps: i
         sweep_vectors = _sweep_vectors
     sweep_vectors(gradient, v, by.damped, scales, sweeps)
     ones = torch.ones_like(v[:1, :NUMBERS])
-    found = search.nearest(v.reshape(-1, NUMBERS), ones, torch.ones_like(v[:, 0]).repeat(v.shape[1] // NUMBERS), layout)
-    stored = scales.stored.reshape(len(found.vectors), -1).to(torch.uint8)
-    blocks = VectorParts(found.vectors, found.signs, scales.d.reshape(-1).half(), stored)
+    nearest = search.nearest(
+        v.reshape(-1, NUMBERS), ones, torch.ones_like(v[:, 0]).repeat(v.shape[1] // NUMBERS), layout
+    )
+    stored = scales.stored.reshape(len(nearest.vectors), -1).to(torch.uint8)
+    blocks = VectorParts(nearest.vectors, nearest.signs, scales.d.reshape(-1).half(), stored)
     return layout.pack(blocks).reshape(len(matrix), -1)
 
 
@@ -76,10 +78,10 @@ def _compensate(
         weights = factor.diagonal().square().reciprocal()
         numbers, ordered = torch.empty_like(left[:, columns]), torch.empty_like(weights)
         numbers[:, inside], ordered[inside] = left[:, columns], weights
-        found = search_vectors(numbers, column_weights(numbers, ordered, layout.group), layout, search)
-        scales.d[:, block] = found.d.float()
-        scales.stored[:, block * per_block : (block + 1) * per_block] = found.scales.float()
-        steps = found.d.float().unsqueeze(1) * layout.multiples(found.scales)
+        blocks = search_vectors(numbers, column_weights(numbers, ordered, layout.group), layout, search)
+        scales.d[:, block] = blocks.d.float()
+        scales.stored[:, block * per_block : (block + 1) * per_block] = blocks.scales.float()
+        steps = blocks.d.float().unsqueeze(1) * layout.multiples(blocks.scales)
         unit_steps = steps[:, inside[::SIGNED] // layout.group]
         v[:, columns], errors = round_piece(left[:, columns], factor, weights, unit_steps, layout)
         rest = left[:, columns.stop :]
@@ -104,9 +106,9 @@ def _round_piece(
 
 def _nearest(x: Tensor, weights: Tensor, steps: Tensor, layout: VectorLayout) -> Tensor:
     """Numbers of the nearest vectors, with signs, [R, 8]."""
-    found = TorchVectors().nearest(x.contiguous(), weights.reshape(1, -1).contiguous(), steps, layout)
-    numbers: Tensor = codebook(layout.ggml_type, x.device).numbers[found.vectors.long()].flatten(1)
-    return numbers * signs_of(found.signs)
+    nearest = TorchVectors().nearest(x.contiguous(), weights.reshape(1, -1).contiguous(), steps, layout)
+    numbers: Tensor = codebook(layout.ggml_type, x.device).numbers[nearest.vectors.long()].flatten(1)
+    return numbers * signs_of(nearest.signs)
 
 
 def _sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorScales, sweeps: int) -> None:

@@ -28,13 +28,13 @@ def round_piece(
 ) -> tuple[Tensor, Tensor]:
     """As `round_vectors._round_piece`."""
     v, errors = torch.empty(piece.shape), torch.empty(piece.shape)
-    given = [each.contiguous().numpy() for each in (piece, steps, factor, weights.reshape(1, -1))]
+    given = [tensor.contiguous().numpy() for tensor in (piece, steps, factor, weights.reshape(1, -1))]
     outs, step = (v.numpy(), errors.numpy()), rows_at_once(len(piece))
 
     def work(first: int) -> None:
         rows = slice(first, first + step)
-        own = [each[rows] for each in (*given[:2], *outs)]
-        round_rows_to_vectors(*own, *given[2:], *book_of(layout.ggml_type), layout.even)
+        arrays = [array[rows] for array in (*given[:2], *outs)]
+        round_rows_to_vectors(*arrays, *given[2:], *book_of(layout.ggml_type), layout.even)
 
     on_threads(work, range(0, len(piece), step))
     return v, errors
@@ -84,16 +84,16 @@ def sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorSc
 @compiled
 def round_rows_to_vectors(piece, steps, v, errors, factor, weights, numbers, levels, begins, seconds, places, even):
     width = piece.shape[1]
-    room, found, left = empty_room(), np.empty(2, np.int32), np.empty((1, width), F32)
+    room, pair, left = empty_room(), np.empty(2, np.int32), np.empty((1, width), F32)
     for row in range(piece.shape[0]):
         for k in range(width):
             left[0, k] = piece[row, k]
         for unit in range(width // 8):
             step, at = steps[row, unit], 8 * unit
             signs = nearest_eight(
-                left, 0, at, weights, 0, at, step, numbers, levels, begins, seconds, places, even, room, found
+                left, 0, at, weights, 0, at, step, numbers, levels, begins, seconds, places, even, room, pair
             )
-            numbers_of_eight(signs, found, numbers, v[row], at)
+            numbers_of_eight(signs, pair, numbers, v[row], at)
             for j in range(at, at + 8):
                 error = F32(F32(left[0, j] - F32(v[row, j] * step)) / factor[j, j])
                 errors[row, j] = error
@@ -107,22 +107,22 @@ def sweep_block(
     numbers, levels, begins, seconds, places, even,
 ):  # fmt: skip
     width = slopes.shape[1]
-    room, found, best, tried = empty_room(), np.empty(2, np.int32), np.empty((1, 8), F32), np.empty(8, F32)
+    room, pair, best, tried = empty_room(), np.empty(2, np.int32), np.empty((1, 8), F32), np.empty(8, F32)
     line, whole, before = np.empty(width, F32), np.empty(width, F32), np.empty(width, F32)
     for row in range(slopes.shape[0]):
-        slope, own = slopes[row], v[row]
+        slope, row_values = slopes[row], v[row]
         for k in range(width):
-            before[k] = own[k] * F32(ds[row] * F32(F32(stored[row, k // group] * 2 + 1) * unit))
+            before[k] = row_values[k] * F32(ds[row] * F32(F32(stored[row, k // group] * 2 + 1) * unit))
         whole[:] = ZERO
         for part in range(width // group):
             line[:] = ZERO
             rise = curve = ZERO
             for k in range(part * group, (part + 1) * group):
-                rise += own[k] * slope[k]
-                for each in range(width):
-                    line[each] += own[k] * hessian[k, each]
+                rise += row_values[k] * slope[k]
+                for col in range(width):
+                    line[col] += row_values[k] * hessian[k, col]
             for k in range(part * group, (part + 1) * group):
-                curve += own[k] * line[k]
+                curve += row_values[k] * line[k]
             now, d = F32(F32(stored[row, part] * 2 + 1) * unit), ds[row]
             if d > ZERO:
                 wanted = F32(F32(now + F32(F32(rise / curve) / d)) / unit)
@@ -131,21 +131,21 @@ def sweep_block(
                 move = F32(F32(multiple - now) * d)
                 if F32(2) * move * rise > move * move * curve:
                     stored[row, part], now = index, multiple
-                    for each in range(width):
-                        slope[each] -= move * line[each]
-            for each in range(width):
-                whole[each] += now * line[each]
+                    for col in range(width):
+                        slope[col] -= move * line[col]
+            for col in range(width):
+                whole[col] += now * line[col]
         rise = curve = ZERO
         for k in range(width):
-            way = own[k] * F32(F32(stored[row, k // group] * 2 + 1) * unit)
+            way = row_values[k] * F32(F32(stored[row, k // group] * 2 + 1) * unit)
             rise += way * slope[k]
             curve += way * whole[k]
         wanted = as_half(max(F32(ds[row] + F32(rise / curve)), ZERO))
         move = F32(wanted - ds[row])
         if F32(2) * move * rise > move * move * curve:
             ds[row] = wanted
-            for each in range(width):
-                slope[each] -= move * whole[each]
+            for col in range(width):
+                slope[col] -= move * whole[col]
         for place in range(width // 8):
             at = 8 * place
             step = F32(ds[row] * F32(F32(stored[row, at // group] * 2 + 1) * unit))
@@ -153,26 +153,26 @@ def sweep_block(
                 total = ZERO
                 for k in range(8):
                     total += slope[at + k] * inverses[place, k, j]
-                best[0, j] = own[at + j] * step + total
+                best[0, j] = row_values[at + j] * step + total
             signs = nearest_eight(
-                best, 0, 0, weights, 0, at, step, numbers, levels, begins, seconds, places, even, room, found
+                best, 0, 0, weights, 0, at, step, numbers, levels, begins, seconds, places, even, room, pair
             )
-            numbers_of_eight(signs, found, numbers, tried, 0)
+            numbers_of_eight(signs, pair, numbers, tried, 0)
             gain = F32(0)
             for j in range(8):
-                change = F32(F32(tried[j] - own[at + j]) * step)
+                change = F32(F32(tried[j] - row_values[at + j]) * step)
                 if change != ZERO:
                     total = ZERO
                     for k in range(8):
-                        total += F32(F32(tried[k] - own[at + k]) * step) * hessian[at + k, at + j]
+                        total += F32(F32(tried[k] - row_values[at + k]) * step) * hessian[at + k, at + j]
                     gain += change * F32(F32(2) * slope[at + j] - total)
             if gain > ZERO:
                 for j in range(8):
-                    change = F32(F32(tried[j] - own[at + j]) * step)
+                    change = F32(F32(tried[j] - row_values[at + j]) * step)
                     if change != ZERO:
-                        own[at + j] = tried[j]
-                        for each in range(width):
-                            slope[each] -= change * hessian[at + j, each]
+                        row_values[at + j] = tried[j]
+                        for col in range(width):
+                            slope[col] -= change * hessian[at + j, col]
         for k in range(width):
             step = F32(ds[row] * F32(F32(stored[row, k // group] * 2 + 1) * unit))
-            changes[row, k] = F32(own[k] * step) - before[k]
+            changes[row, k] = F32(row_values[k] * step) - before[k]

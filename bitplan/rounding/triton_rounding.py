@@ -52,7 +52,7 @@ def round_piece(
     parts = parts.to(piece.device, torch.int32)
     rows, width = piece.shape
     piece, factor, steps, offsets = (
-        each if each.stride(1) == 1 else each.contiguous() for each in (piece, factor, steps, offsets)
+        tensor if tensor.stride(1) == 1 else tensor.contiguous() for tensor in (piece, factor, steps, offsets)
     )
     with device_of(piece):
         _round_rows[(rows,)](
@@ -145,7 +145,7 @@ def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Any) -> 
 
 
 def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    return tuple(each.float().contiguous() for each in tensors)
+    return tuple(tensor.float().contiguous() for tensor in tensors)
 
 
 def table_of(grid: Any, like: Tensor) -> Tensor:
@@ -184,20 +184,20 @@ def nearest(
     """The nearest number of the grid, ties to even codes; of a table the smaller one."""
     if KIND == "table":
         first = tl.load(table_ptr)
-        found = tl.where(scaled > 0.0, first, first)  # as many as there are numbers
+        value = tl.where(scaled > 0.0, first, first)  # as many as there are numbers
         for below in range(TABLE - 1):
             one, two = tl.load(table_ptr + below), tl.load(table_ptr + below + 1)
-            found = tl.where(scaled > (one + two) * 0.5, two, found)
+            value = tl.where(scaled > (one + two) * 0.5, two, value)
     else:
         inside = tl.minimum(tl.maximum(scaled, LOW), HIGH)
         if KIND == "integer":
-            found = (inside + MAGIC) - MAGIC
+            value = (inside + MAGIC) - MAGIC
         else:
             power = (inside.to(tl.int32, bitcast=True) & EXPONENT).to(tl.float32, bitcast=True)
             step = tl.maximum(power * MANTISSA, LEAST)
             inverse = (0x7F000000 - step.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-            found = ((inside * inverse + MAGIC) - MAGIC) * step
-    return found
+            value = ((inside * inverse + MAGIC) - MAGIC) * step
+    return value
 
 
 @triton.jit(do_not_specialize=["step_stride", "offset_stride"])
@@ -819,12 +819,12 @@ def _sweep_groups(
     before = codes * _of_columns(d[:, None] * scales, ROWS, COUNT, GROUP)
     before += _of_columns(dmin[:, None] * mins, ROWS, COUNT, GROUP)
     if HAS_GROUPS:
-        for each in range(COUNT):
-            is_group = (wide // GROUP == each)[None, :]
-            is_number = (group == each)[None, :]
+        for index in range(COUNT):
+            is_group = (wide // GROUP == index)[None, :]
+            is_number = (group == index)[None, :]
             along, ones = tl.zeros_like(slope), tl.zeros([WIDE], tl.float32)
             for j in range(GROUP):
-                at = each * GROUP + j
+                at = index * GROUP + j
                 line = tl.load(own_ptr + at * cols + wide)
                 code = tl.load(codes_ptr + row * cols + first + at, mask=is_row, other=0.0)
                 along += code[:, None] * line[None, :]
@@ -837,18 +837,18 @@ def _sweep_groups(
             slope -= move[:, None] * along
             if HAS_MIN:
                 rise = tl.sum(tl.where(is_group, slope, 0.0), 1)
-                curve = tl.zeros_like(rise) + tl.sum(tl.where(wide // GROUP == each, ones, 0.0), 0)
+                curve = tl.zeros_like(rise) + tl.sum(tl.where(wide // GROUP == index, ones, 0.0), 0)
                 now = tl.sum(tl.where(is_number, mins, 0.0), 1)
                 now, move = _moved_integer(now, dmin, rise, curve, 0.0, SCALE_HIGH)
                 mins = tl.where(is_number, now[:, None], mins)
                 slope -= move[:, None] * ones[None, :]
     along, low_along = tl.zeros_like(slope), tl.zeros_like(slope)
-    for each in range(COUNT):
-        is_number = (group == each)[None, :]
+    for index in range(COUNT):
+        is_number = (group == index)[None, :]
         scale = tl.sum(tl.where(is_number, scales, 0.0), 1)
         low = tl.sum(tl.where(is_number, mins, 0.0), 1)
         for j in range(GROUP):
-            at = each * GROUP + j
+            at = index * GROUP + j
             line = tl.load(own_ptr + at * cols + wide)
             code = tl.load(codes_ptr + row * cols + first + at, mask=is_row, other=0.0)
             along += (code * scale)[:, None] * line[None, :]
@@ -863,11 +863,11 @@ def _sweep_groups(
         slope -= move[:, None] * low_along
     changes = codes * _of_columns(d[:, None] * scales, ROWS, COUNT, GROUP)
     changes = changes + _of_columns(dmin[:, None] * mins, ROWS, COUNT, GROUP) - before
-    for each in range(COUNT):
-        step = d * tl.sum(tl.where((group == each)[None, :], scales, 0.0), 1)
+    for index in range(COUNT):
+        step = d * tl.sum(tl.where((group == index)[None, :], scales, 0.0), 1)
         inverse = reciprocal(step)
         for j in range(GROUP):
-            at = each * GROUP + j
+            at = index * GROUP + j
             is_column = (wide == at)[None, :]
             code = tl.sum(tl.where(is_column, codes, 0.0), 1)
             diagonal = tl.load(own_ptr + at * cols + at)

@@ -54,11 +54,11 @@ def _show(examined: dict[str, Any]) -> None:
     table(
         "fast paths",
         [
-            {"path": each["name"], "active": _ACTIVE[each["active"]], "detail": each["detail"]}
-            for each in examined["paths"]
+            {"path": path["name"], "active": _ACTIVE[path["active"]], "detail": path["detail"]}
+            for path in examined["paths"]
         ],
     )
-    table("libraries", [_library(each) for each in examined["libraries"]])
+    table("libraries", [_library(library) for library in examined["libraries"]])
     for cache in examined["caches"]:
         say(f"{cache['name']}: {cache['path']} ({cache['detail']})")
     for lack in examined["lacks"]:

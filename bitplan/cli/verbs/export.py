@@ -149,7 +149,7 @@ def export(
 
 
 def _bytes(size: str) -> int:
-    found = _SIZE.fullmatch(size.strip())
-    if not found:
+    parts = _SIZE.fullmatch(size.strip())
+    if not parts:
         raise typer.BadParameter(f"a size is a number with K, M or G, such as 4GB; got {size!r}")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    return int(float(parts[1]) * _UNITS[parts[2].upper()])

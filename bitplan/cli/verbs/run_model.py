@@ -228,8 +228,8 @@ def _check_model(model: Path, config: Path | None, kv: str | None = None) -> Non
     check_model_source(model, config)
     if model.is_file():
         open_tensors(model).close()
-    elif is_packed_config(said := read_config(model)):
-        read_packed_plan(model, said)
+    elif is_packed_config(given := read_config(model)):
+        read_packed_plan(model, given)
 
 
 def _device() -> str:

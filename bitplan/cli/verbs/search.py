@@ -215,20 +215,20 @@ def show_result(result: SearchResult) -> None:
     floor = result.noise_floor.against
     rows = [
         {
-            "plan": each.label,
-            "size": human_bytes(each.nbytes),
-            "bits a weight": f"{evidence.bits(each.nbytes):.3f}",
-            "predicted KL": f"{each.predicted:.5f}",
-            "KL": f"{each.kl.mean:.5f}" + (f"±{each.kl.standard_error:.5f}" if each.kl.standard_error else ""),
-            **kinds_columns(kl_by_kind(each.quality, result.kinds)),
-            "perplexity": f"{each.quality.perplexity:.3f}",
+            "plan": rival.label,
+            "size": human_bytes(rival.nbytes),
+            "bits a weight": f"{evidence.bits(rival.nbytes):.3f}",
+            "predicted KL": f"{rival.predicted:.5f}",
+            "KL": f"{rival.kl.mean:.5f}" + (f"±{rival.kl.standard_error:.5f}" if rival.kl.standard_error else ""),
+            **kinds_columns(kl_by_kind(rival.quality, result.kinds)),
+            "perplexity": f"{rival.quality.perplexity:.3f}",
         }
-        for each in result.rivals
+        for rival in result.rivals
     ]
     title = f"{evidence.model}: {result.goal}; measured on {result.reference.tokens} tokens that were held out"
     table(title, rows, extra=("predicted KL",))
     if result.unmeasured:
-        more = "; ".join(f"{each.label}: {evidence.predict(each.choice):.5f}" for each in result.unmeasured)
+        more = "; ".join(f"{plan.label}: {evidence.predict(plan.choice):.5f}" for plan in result.unmeasured)
         say(f"not measured, for they are predicted to lose ({more}); --all-rivals measures them")
     if floor is not None:
         say(f"perplexity of the model: {result.reference.perplexity:.3f}; noise floor of KL: {floor.kl.mean:.2g}")

@@ -38,27 +38,27 @@ class NumbaSums:
 
     def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         scale, low = torch.empty(x.shape[:2]), torch.empty(x.shape[:2])
-        starting = np.array([_start(each.width, each.clip, layout) for each in starts(layout)], dtype=F32)
+        starting = np.array([_start(start.width, start.clip, layout) for start in starts(layout)], dtype=F32)
         settings = (starting, *_limits(layout), layout.has_min, layout.has_groups)
         _on_groups(best_scales, _groups(x), w.contiguous().numpy(), *settings, out=(_flat(scale), _flat(low)))
         return scale, low
 
     def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums:
-        found = torch.empty((4, *x.shape[:2]))
+        group_sums = torch.empty((4, *x.shape[:2]))
         by = (w.contiguous().numpy(), _flat(scale), _flat(low), *_limits(layout))
-        _on_groups(sums, _groups(x), *by, out=(found.numpy().reshape(4, -1),))
-        return Sums(*found)
+        _on_groups(sums, _groups(x), *by, out=(group_sums.numpy().reshape(4, -1),))
+        return Sums(*group_sums)
 
     def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-        found = torch.empty(x.shape[:2])
+        out = torch.empty(x.shape[:2])
         by = (w.contiguous().numpy(), _flat(scale), _flat(low), *_limits(layout))
-        _on_groups(errors, _groups(x), *by, out=(_flat(found),))
-        return found
+        _on_groups(errors, _groups(x), *by, out=(_flat(out),))
+        return out
 
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-        found = torch.empty(x.shape, dtype=torch.uint8)
-        _on_groups(codes, _groups(x), _flat(scale), _flat(low), *_limits(layout), out=(_groups(found),))
-        return found
+        out = torch.empty(x.shape, dtype=torch.uint8)
+        _on_groups(codes, _groups(x), _flat(scale), _flat(low), *_limits(layout), out=(_groups(out),))
+        return out
 
 
 def _on_groups(kernel: Any, x_NG: Array, *by: Any, out: tuple[Array, ...]) -> None:
@@ -227,10 +227,10 @@ def sums(x_NG, w_PG, scale_N, low_N, first, last, table, start, stop, out):
         x_G, w_G = x_NG[group], w_PG[group % w_PG.shape[0]]
         scale, low = scale_N[group], low_N[group]
         if x_NG.shape[1] == 32:
-            found = _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, 32)
+            group_sums = _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, 32)
         else:
-            found = _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, 16)
-        out[0, group], out[1, group], out[2, group], out[3, group] = found
+            group_sums = _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, 16)
+        out[0, group], out[1, group], out[2, group], out[3, group] = group_sums
 
 
 @compiled
@@ -279,7 +279,7 @@ class RowSearch:
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
-        self._starting = np.array([_start(each.width, each.clip, layout) for each in starts(layout)], dtype=F32)
+        self._starting = np.array([_start(start.width, start.clip, layout) for start in starts(layout)], dtype=F32)
         self._limits = _limits(layout)
         self._integers = F32(layout.scale_low or 0), F32(layout.scale_high or 0)
 
@@ -318,7 +318,7 @@ class CompiledSearch:
         steps = (d.unsqueeze(-1) * scales.reshape(by_block)).reshape(scales.shape)
         low = -(dmin.unsqueeze(-1) * mins.reshape(by_block)).reshape(scales.shape)
         codes = NumbaSums().codes(x, steps, low, layout).reshape(-1, layout.numbers)
-        integers = [each.reshape(-1, layout.group_count).to(torch.int8) for each in (scales, mins)]
+        integers = [tensor.reshape(-1, layout.group_count).to(torch.int8) for tensor in (scales, mins)]
         return BlockParts(codes, halves, lows, integers[0], integers[1] if layout.has_min else None)
 
 
@@ -347,10 +347,10 @@ def fit_floats(x_RPG, w_PG, first, last, table, has_min, scales_RP, lows_RP):
                         spread = weight * vv - v * v
                         new = _half((weight * xv - x_sum * v) / spread if spread > ZERO else scale)
                         new_low = _half((x_sum - new * v) / weight)
-                found = _sums_of_group(x_G, w_G, new, new_low, first, last, table, v_G, buffer_G, 32)
-                if fit == 0 or found[0] < error:
+                group_sums = _sums_of_group(x_G, w_G, new, new_low, first, last, table, v_G, buffer_G, 32)
+                if fit == 0 or group_sums[0] < error:
                     scale, low = new, new_low
-                    error, vv, v, xv = found
+                    error, vv, v, xv = group_sums
             scales_RP[row, group], lows_RP[row, group] = scale, low
 
 
@@ -368,14 +368,14 @@ def fit_blocks(x_RPG, w_PG, first, last, table, has_min, least, most, scales_RP,
                 lows_RP[row, at : at + count],
             )
             if x_PG.shape[1] == 32:
-                found = _fit_block(
+                fit = _fit_block(
                     x_PG, w_PG, at, first, last, table, has_min, least, most, scales_P, lows_P, work, 8, 32
                 )
             else:
-                found = _fit_block(
+                fit = _fit_block(
                     x_PG, w_PG, at, first, last, table, has_min, least, most, scales_P, lows_P, work, 16, 16
                 )
-            d_RB[row, block], dmin_RB[row, block] = found
+            d_RB[row, block], dmin_RB[row, block] = fit
 
 
 @inlined
@@ -402,9 +402,9 @@ def _fit_block(x_PG, w_PG, at, first, last, table, has_min, least, most, scales_
             break
         for part in range(count):
             x_G, w_G, scale, minimum = x_PG[part], w_PG[(at + part) % w_PG.shape[0]], scales_P[part], mins_P[part]
-            found = _sums_of_group(x_G, w_G, d * scale, -(dmin * minimum), first, last, table, v_G, buffer_G, size)
-            one_P[part], two_P[part] = found[0], found[1] * (scale * scale)
-            three_P[part], four_P[part] = found[3] * scale, found[2] * (scale * minimum)
+            group_sums = _sums_of_group(x_G, w_G, d * scale, -(dmin * minimum), first, last, table, v_G, buffer_G, size)
+            one_P[part], two_P[part] = group_sums[0], group_sums[1] * (scale * scale)
+            three_P[part], four_P[part] = group_sums[3] * scale, group_sums[2] * (scale * minimum)
         before, aa, ax, ab = (
             _halves(one_P, count),
             _halves(two_P, count),

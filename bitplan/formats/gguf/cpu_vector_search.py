@@ -34,7 +34,7 @@ def book_of(ggml_type: str) -> tuple[Array, ...]:
     count = len(book.levels) ** (book.numbers.shape[1] // 2)
     begins = torch.searchsorted(book.first[order], torch.arange(count + 1))
     lists = (begins, book.second[order], order)
-    return (book.numbers.numpy(), book.levels.numpy(), *(each.numpy().astype(np.uint32) for each in lists))
+    return (book.numbers.numpy(), book.levels.numpy(), *(part.numpy().astype(np.uint32) for part in lists))
 
 
 class CompiledVectors:
@@ -45,8 +45,8 @@ class CompiledVectors:
         vectors = torch.empty((count, size // layout.width), dtype=torch.int32)
         signs = torch.empty((count, size // 8), dtype=torch.uint8)
         vv, xv = torch.empty(count), torch.empty(count)
-        given = [each.contiguous().numpy() for each in (x, w, scale)]
-        out = [each.numpy() for each in (vectors, signs, vv, xv)]
+        given = [tensor.contiguous().numpy() for tensor in (x, w, scale)]
+        out = [tensor.numpy() for tensor in (vectors, signs, vv, xv)]
         book, even = book_of(layout.ggml_type), layout.even
         on_threads(lambda run: nearest_of_groups(*given, *book, even, run.start, run.stop, *out), runs_of(count))
         return Found(vectors, signs, vv, xv)
@@ -61,17 +61,17 @@ def nearest_of_groups(x_NG, w_PG, scale_N, numbers, levels, begins, seconds, pla
     size, width = x_NG.shape[1], numbers.shape[1]
     v_G, one_G, two_G = np.empty(size, F32), np.empty(size, F32), np.empty(size, F32)
     room = empty_room()
-    found = np.empty(2, np.int32)
+    pair = np.empty(2, np.int32)
     for group in range(start, stop):
         period, scale = group % w_PG.shape[0], scale_N[group]
         for byte in range(size // 8):
             at = 8 * byte
             signs_N[group, byte] = nearest_eight(
-                x_NG, group, at, w_PG, period, at, scale, numbers, levels, begins, seconds, places, even, room, found
+                x_NG, group, at, w_PG, period, at, scale, numbers, levels, begins, seconds, places, even, room, pair
             )
             for vector in range(8 // width):
-                vectors_N[group, at // width + vector] = found[vector]
-            numbers_of_eight(signs_N[group, byte], found, numbers, v_G, at)
+                vectors_N[group, at // width + vector] = pair[vector]
+            numbers_of_eight(signs_N[group, byte], pair, numbers, v_G, at)
         for i in range(size):
             w, v = w_PG[period, i], v_G[i]
             one_G[i], two_G[i] = w * (v * v), w * (x_NG[group, i] * v)
@@ -85,18 +85,18 @@ def nearest_of_groups(x_NG, w_PG, scale_N, numbers, levels, begins, seconds, pla
 
 
 @inlined
-def numbers_of_eight(signs, found, numbers, v, at):
+def numbers_of_eight(signs, pair, numbers, v, at):
     width = numbers.shape[1]
     for j in range(8):
-        number = numbers[found[j // width], j % width]
+        number = numbers[pair[j // width], j % width]
         v[at + j] = -number if signs >> j & 1 else number
 
 
 @inlined
 def nearest_eight(
-    x_NG, group, first, w_PG, period, w_first, scale, numbers, levels, begins, seconds, places, even, room, found
+    x_NG, group, first, w_PG, period, w_first, scale, numbers, levels, begins, seconds, places, even, room, pair
 ):
-    """The vectors of eight numbers, one or two, into `found`; returns their signs, a bit each.
+    """The vectors of eight numbers, one or two, into `pair`; returns their signs, a bit each.
 
     room   terms and what wrong signs add, [24 or 32]; both for the two halves of a vector, [64 or 81]
     """
@@ -132,23 +132,23 @@ def nearest_eight(
                 _least_of_four(wrongs, 12, two_wrong_H)
         if width == 8 and turns:
             turned = 0
-            found[0] = _nearest_vector(room, True, begins, seconds, places)[1]
+            pair[0] = _nearest_vector(room, True, begins, seconds, places)[1]
             continue
-        cost, found[vector] = _nearest_vector(room, False, begins, seconds, places)
+        cost, pair[vector] = _nearest_vector(room, False, begins, seconds, places)
         if turns:
             cost_turned, found_turned = _nearest_vector(room, True, begins, seconds, places)
             if vector == 0:
                 lost, lost_turned, other = cost, cost_turned, found_turned
             elif F32(lost_turned + cost) <= F32(cost_turned + lost):
-                found[0], turned = other, 0
+                pair[0], turned = other, 0
             else:
-                found[1], turned = found_turned, 1
+                pair[1], turned = found_turned, 1
     if turned >= 0:  # the sign that adds least
         place, least = 0, ZERO
         for j in range(width):
             at = turned * width + j
             q = F32(double * F32(w_PG[period, w_first + at] * abs(x_NG[group, first + at])))
-            added = F32(numbers[found[turned], j] * F32(q + q))
+            added = F32(numbers[pair[turned], j] * F32(q + q))
             if j == 0 or added < least:
                 place, least = at, added
         signs ^= 1 << place

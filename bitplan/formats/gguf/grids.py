@@ -95,44 +95,44 @@ class VectorLayout:
         import torch
 
         count, byte = len(blocks.d), torch.uint8
-        found = {"d": float_bytes(blocks.d), "signs": blocks.signs, "vectors": (blocks.vectors & 255).to(byte)}
+        parts = {"d": float_bytes(blocks.d), "signs": blocks.signs, "vectors": (blocks.vectors & 255).to(byte)}
         names = [name for name, _ in self.parts]
         if "high" in names:
-            found["high"] = self._high.pack((blocks.vectors >> 8).to(byte))
+            parts["high"] = self._high.pack((blocks.vectors >> 8).to(byte))
         if "scales" in names:
-            found["scales"] = Plane(4, 1).pack(blocks.scales)
+            parts["scales"] = Plane(4, 1).pack(blocks.scales)
         seven = (blocks.signs & 127).long()
         if "pairs" in names:
-            found["pairs"] = _bytes(blocks.vectors | seven.int() << 9, 2)
+            parts["pairs"] = _bytes(blocks.vectors | seven.int() << 9, 2)
         if "words" in names or "mixed" in names:
             places = torch.arange(4, device=seven.device) * 7
             words = (seven.reshape(count, -1, 4) << places).sum(-1) | blocks.scales.long() << 28
-            found["words"] = _bytes(words, 4)
-            both = found["vectors"].reshape(count, 8, -1), found["words"].reshape(count, 8, 4)
-            found["mixed"] = torch.cat(both, dim=2).flatten(1)
-        return torch.cat([found[name] for name in names], dim=1)
+            parts["words"] = _bytes(words, 4)
+            both = parts["vectors"].reshape(count, 8, -1), parts["words"].reshape(count, 8, 4)
+            parts["mixed"] = torch.cat(both, dim=2).flatten(1)
+        return torch.cat([parts[name] for name in names], dim=1)
 
     def unpack(self, raw: Tensor) -> VectorParts:
         """Take [B, block_bytes] uint8 apart into what the blocks hold."""
-        found, count = self._split(raw), len(raw)
-        if "mixed" in found:
-            both = found["mixed"].reshape(count, 8, 8)
-            found |= {"vectors": both[:, :, :4].flatten(1), "words": both[:, :, 4:].flatten(1)}
-        if "pairs" in found:
-            pairs = _whole(found["pairs"], 2)
+        parts, count = self._split(raw), len(raw)
+        if "mixed" in parts:
+            both = parts["mixed"].reshape(count, 8, 8)
+            parts |= {"vectors": both[:, :, :4].flatten(1), "words": both[:, :, 4:].flatten(1)}
+        if "pairs" in parts:
+            pairs = _whole(parts["pairs"], 2)
             vectors, signs = (pairs & 511).int(), _ninth_sign(pairs >> 9)
         else:
-            vectors = found["vectors"].int()
-            if "high" in found:
-                vectors |= self._high.unpack(found["high"]).int() << 8
-            signs = found["signs"] if "signs" in found else raw[:, :0]
-        if "words" in found:
-            words = _whole(found["words"], 4)
+            vectors = parts["vectors"].int()
+            if "high" in parts:
+                vectors |= self._high.unpack(parts["high"]).int() << 8
+            signs = parts["signs"] if "signs" in parts else raw[:, :0]
+        if "words" in parts:
+            words = _whole(parts["words"], 4)
             fields = [words >> 7 * place & 127 for place in range(4)]
             signs, scales = _ninth_sign(_stacked(fields)), (words >> 28).to(raw.dtype)
         else:
-            scales = Plane(4, 1).unpack(found["scales"])
-        return VectorParts(vectors, signs, floats(found["d"]), scales)
+            scales = Plane(4, 1).unpack(parts["scales"])
+        return VectorParts(vectors, signs, floats(parts["d"]), scales)
 
     def halves(self, raw: Tensor) -> Tensor:
         """The float16 number of each block, [B, 1]."""
@@ -205,7 +205,7 @@ def codebook(ggml_type: str, device: torch.device | str = "cpu") -> Codebook:
     places = torch.searchsorted(levels, numbers)
     powers = count ** torch.arange(half - 1, -1, -1)
     first, second = (places[:, :half] * powers).sum(1), (places[:, half:] * powers).sum(1)
-    return Codebook(*(each.to(device) for each in (numbers, levels, first, second)))
+    return Codebook(*(table.to(device) for table in (numbers, levels, first, second)))
 
 
 _D = ("d", 2)
@@ -301,11 +301,11 @@ def search_vectors(matrix: Tensor, weights: Tensor, layout: VectorLayout, search
     x, per_block = matrix.reshape(-1, layout.group), NUMBERS // layout.group
     wanted, vv = (part.reshape(-1, per_block) for part in _best_scales(x, weights, layout, search))
     d, scales = _first_steps(wanted, vv, layout)
-    found, scales = _neighbours(x, weights, d, scales, layout, search)
+    nearest, scales = _neighbours(x, weights, d, scales, layout, search)
     for _ in range(REFINEMENTS):
-        d = _fitted(d, layout.multiples(scales), found.vv.reshape(d.shape[0], -1), found.xv.reshape(d.shape[0], -1))
-        found, scales = _neighbours(x, weights, d, scales, layout, search)
-    vectors, signs = (part.reshape(len(d), -1) for part in (found.vectors, found.signs))
+        d = _fitted(d, layout.multiples(scales), nearest.vv.reshape(d.shape[0], -1), nearest.xv.reshape(d.shape[0], -1))
+        nearest, scales = _neighbours(x, weights, d, scales, layout, search)
+    vectors, signs = (part.reshape(len(d), -1) for part in (nearest.vectors, nearest.signs))
     return VectorParts(vectors, signs, d.half(), scales.to(torch.uint8))
 
 
@@ -315,16 +315,16 @@ def _best_scales(x: Tensor, w: Tensor, layout: VectorLayout, search: VectorSearc
     best = _fit(x, w, extreme * STARTS[0], layout, search)
     for place in range(1, len(STARTS) + FIT_STEPS):
         tried = extreme * STARTS[place] if place < len(STARTS) else best[0]
-        found = _fit(x, w, tried, layout, search)
-        best = _chosen(found[2] > best[2], found, best)
+        fit = _fit(x, w, tried, layout, search)
+        best = _chosen(fit[2] > best[2], fit, best)
     return best[0], best[1]
 
 
 def _fit(x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout, search: VectorSearch) -> tuple[Tensor, ...]:
     """The scale that fits the nearest vectors best, their sum of w v v, and by how much it makes the error less."""
-    found = search.nearest(x, w, scale, layout)
-    fitted = (found.xv / found.vv).clamp(min=0.0)
-    return fitted, found.vv, fitted * found.xv
+    nearest = search.nearest(x, w, scale, layout)
+    fitted = (nearest.xv / nearest.vv).clamp(min=0.0)
+    return fitted, nearest.vv, fitted * nearest.xv
 
 
 def _first_steps(wanted: Tensor, curve: Tensor, layout: VectorLayout) -> tuple[Tensor, Tensor]:
@@ -332,8 +332,8 @@ def _first_steps(wanted: Tensor, curve: Tensor, layout: VectorLayout) -> tuple[T
     top = wanted.amax(dim=1) / (layout.unit * (2 * MOST + 1))
     best = _steps(wanted, curve, top, layout)
     for multiple in MULTIPLES:
-        found = _steps(wanted, curve, top * multiple, layout)
-        best = _chosen(found[2] < best[2], found, best)
+        steps = _steps(wanted, curve, top * multiple, layout)
+        best = _chosen(steps[2] < best[2], steps, best)
     return best[0], best[1]
 
 
@@ -359,8 +359,8 @@ def _neighbours(
     def tried(move: float) -> tuple[Tensor, ...]:
         stored = (scales + move).clamp(0, MOST)
         step = (d.unsqueeze(-1) * layout.multiples(stored)).reshape(-1)
-        found = search.nearest(x, w, step, layout)
-        return (*found, stored.reshape(-1), step * (step * found.vv - (found.xv + found.xv)))
+        nearest = search.nearest(x, w, step, layout)
+        return (*nearest, stored.reshape(-1), step * (step * nearest.vv - (nearest.xv + nearest.xv)))
 
     best = tried(0.0)
     for move in (-1.0, 1.0):

@@ -90,33 +90,33 @@ class Layout:
         """-> [B, block_bytes] uint8."""
         import torch
 
-        found = {"d": float_bytes(blocks.d)}
+        parts = {"d": float_bytes(blocks.d)}
         if blocks.dmin is not None:
-            found["dmin"] = float_bytes(blocks.dmin)
+            parts["dmin"] = float_bytes(blocks.dmin)
         shift = 0
         for place, plane in enumerate(self.planes):
-            found[f"plane{place}"] = plane.pack(blocks.codes >> shift & (2**plane.bits - 1))
+            parts[f"plane{place}"] = plane.pack(blocks.codes >> shift & (2**plane.bits - 1))
             shift += plane.bits
         if blocks.scales is not None:
-            found["scales"] = self._pack_scales(blocks.scales, blocks.mins)
-        return torch.cat([found[name] for name, _ in self.parts], dim=1)
+            parts["scales"] = self._pack_scales(blocks.scales, blocks.mins)
+        return torch.cat([parts[name] for name, _ in self.parts], dim=1)
 
     def unpack(self, raw: Tensor) -> BlockParts:
         """Take [B, block_bytes] uint8 apart into what the blocks hold."""
         import torch
 
-        found = self._split(raw)
+        parts = self._split(raw)
         codes = torch.zeros((raw.shape[0], self.numbers), dtype=torch.uint8, device=raw.device)
         shift = 0
         for place, plane in enumerate(self.planes):
-            codes |= plane.unpack(found[f"plane{place}"]) << shift
+            codes |= plane.unpack(parts[f"plane{place}"]) << shift
             shift += plane.bits
-        return self._with_scales(codes, found)
+        return self._with_scales(codes, parts)
 
-    def _with_scales(self, codes: Tensor, found: dict[str, Tensor]) -> BlockParts:
-        dmin = floats(found["dmin"]) if "dmin" in found else None
-        scales, mins = self._unpack_scales(found["scales"]) if self.has_groups else (None, None)
-        return BlockParts(codes, floats(found["d"]), dmin, scales, mins)
+    def _with_scales(self, codes: Tensor, parts: dict[str, Tensor]) -> BlockParts:
+        dmin = floats(parts["dmin"]) if "dmin" in parts else None
+        scales, mins = self._unpack_scales(parts["scales"]) if self.has_groups else (None, None)
+        return BlockParts(codes, floats(parts["d"]), dmin, scales, mins)
 
     def scales_in(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
         """`group_scales` of [B, block_bytes] uint8, whose codes are not read."""

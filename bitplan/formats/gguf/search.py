@@ -80,8 +80,8 @@ class TorchSums:
 
         best = best_low = least = None
         for scale, low in self._starting(x, layout):
-            found = self.sums(x, w, scale, low, layout)
-            scale, low = fitted(x, w, found, scale, low, layout)
+            sums = self.sums(x, w, scale, low, layout)
+            scale, low = fitted(x, w, sums, scale, low, layout)
             error = self.errors(x, w, scale, low, layout)
             if best is None or best_low is None or least is None:
                 best, best_low, least = scale, low, error
@@ -164,17 +164,17 @@ def by_halves(numbers: Tensor) -> Tensor:
     return numbers[..., 0]
 
 
-def fitted(x: Tensor, w: Tensor, found: Sums, scale: Tensor, low: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
+def fitted(x: Tensor, w: Tensor, sums: Sums, scale: Tensor, low: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
     """The scale and low end that fit the codes best; unchanged where the codes do not determine them."""
     import torch
 
-    alone = torch.where(found.vv > 0, found.xv / found.vv, scale)
+    alone = torch.where(sums.vv > 0, sums.xv / sums.vv, scale)
     if not layout.has_min:
         return alone, low
     weight, x_sum = by_halves(w), by_halves(w * x)
-    spread = weight * found.vv - found.v * found.v
-    new = torch.where(spread > 0, (weight * found.xv - x_sum * found.v) / spread, scale)
-    new_low = torch.where(spread > 0, (x_sum - new * found.v) / weight, low)
+    spread = weight * sums.vv - sums.v * sums.v
+    new = torch.where(spread > 0, (weight * sums.xv - x_sum * sums.v) / spread, scale)
+    new_low = torch.where(spread > 0, (x_sum - new * sums.v) / weight, low)
     if not layout.has_groups:
         return new, new_low
     above = new_low > 0
@@ -240,16 +240,16 @@ def _single(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout, ma
     import torch
 
     scale, low = _half(scale), _half(low)
-    found = math.sums(x, w, scale, low, layout)
+    sums = math.sums(x, w, scale, low, layout)
     for _ in range(REFINEMENTS):
-        new, new_low = fitted(x, w, found, scale, low, layout)
+        new, new_low = fitted(x, w, sums, scale, low, layout)
         new = _half(new)
         if layout.has_min:  # the best low end for the rounded scale
-            new_low = _half((by_halves(w * x) - new * found.v) / by_halves(w))
+            new_low = _half((by_halves(w * x) - new * sums.v) / by_halves(w))
         tried = math.sums(x, w, new, new_low, layout)
-        better = tried.error < found.error
+        better = tried.error < sums.error
         scale, low = torch.where(better, new, scale), torch.where(better, new_low, low)
-        found = Sums(*(torch.where(better, one, two) for one, two in zip(tried, found, strict=True)))
+        sums = Sums(*(torch.where(better, one, two) for one, two in zip(tried, sums, strict=True)))
     halves = scale.reshape(-1).half(), low.reshape(-1).half()
     return BlockParts(scale, halves[0], halves[1] if layout.has_min else None)
 
@@ -267,9 +267,9 @@ class _Blocks:
         layout = self.layout
         assert layout.scale_low is not None
         assert layout.scale_high is not None
-        found = self.math.sums(self.x, self.w, scale, low, layout)
+        sums = self.math.sums(self.x, self.w, scale, low, layout)
         curve = by_halves(self.w).expand(scale.shape)
-        d, scales = self._integers(scale, found.vv, layout.scale_low, layout.scale_high)
+        d, scales = self._integers(scale, sums.vv, layout.scale_low, layout.scale_high)
         dmin, mins = self._integers(-low, curve, 0, layout.scale_high if layout.has_min else 0)
         for _ in range(REFINEMENTS):
             scales, mins = self._neighbours(d, dmin, scales, mins)
@@ -343,14 +343,14 @@ class _Blocks:
         import torch
 
         groups = self._groups(d, dmin, scales, mins)
-        found = Sums(*(part.reshape(self.grid) for part in self.math.sums(self.x, self.w, *groups, self.layout)))
+        sums = Sums(*(part.reshape(self.grid) for part in self.math.sums(self.x, self.w, *groups, self.layout)))
         weight = by_halves(self.w).expand(self.x.shape[:2]).reshape(self.grid)
         x_sum = by_halves(self.w * self.x).reshape(self.grid)
-        aa, ax = by_halves(found.vv * (scales * scales)), by_halves(found.xv * scales)
+        aa, ax = by_halves(sums.vv * (scales * scales)), by_halves(sums.xv * scales)
         new = torch.where(aa > 0, ax / aa, d)
         new_min = dmin
         if self.layout.has_min:
-            ab = by_halves(found.v * (scales * mins))
+            ab = by_halves(sums.v * (scales * mins))
             bb, bx = by_halves(weight * (mins * mins)), by_halves(x_sum * mins)
             spread = aa * bb - ab * ab
             both = spread > aa * bb * 1e-6
@@ -358,5 +358,5 @@ class _Blocks:
             new_min = torch.where(both, (ax * ab - bx * aa) / spread, dmin)
         new, new_min = _half(new), _half(new_min)
         error = by_halves(self._errors(new, new_min, scales, mins))
-        better = error < by_halves(found.error)
+        better = error < by_halves(sums.error)
         return torch.where(better, new, d), torch.where(better, new_min, dmin)

@@ -102,10 +102,10 @@ def search_into(
 def _starting(layout: Layout, device: torch.device) -> Tensor:
     """[starts, 2]: what the range, or the extreme, is multiplied by for the scale, and for the shift of the low end."""
     if layout.has_min:
-        pairs = [(each.width / layout.high, (1.0 - each.width) * each.clip) for each in starts(layout)]
+        pairs = [(start.width / layout.high, (1.0 - start.width) * start.clip) for start in starts(layout)]
     else:
         end = float(layout.table[0] if layout.table else layout.low)
-        pairs = [(each.width / end, 0.0) for each in starts(layout)]
+        pairs = [(start.width / end, 0.0) for start in starts(layout)]
     return torch.tensor(pairs, dtype=torch.float32, device=device)
 
 
@@ -132,13 +132,13 @@ def _values(x, scale, low, table_ptr, LOW: tl.constexpr, HIGH: tl.constexpr, TAB
     scaled = (x - low[:, None]) * reciprocal(flush_small(scale))[:, None]
     if TABLE > 0:
         first = tl.load(table_ptr)
-        found = tl.where(scaled > 0.0, first, first)
+        value = tl.where(scaled > 0.0, first, first)
         for below in range(TABLE - 1):
             one, two = tl.load(table_ptr + below), tl.load(table_ptr + below + 1)
-            found = tl.where(scaled > (one + two) * 0.5, two, found)
+            value = tl.where(scaled > (one + two) * 0.5, two, value)
     else:
-        found = (tl.minimum(tl.maximum(scaled, LOW), HIGH) + MAGIC) - MAGIC
-    return found
+        value = (tl.minimum(tl.maximum(scaled, LOW), HIGH) + MAGIC) - MAGIC
+    return value
 
 
 @triton.jit

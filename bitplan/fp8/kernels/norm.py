@@ -137,5 +137,5 @@ def norm_gradient(
     if norm.kind == "layer":
         dx = dx - g.mean(1, keepdim=True)
     dx = (dx * rstd_R[:, None]).to(x_RC.dtype)
-    own = norm.weight.dtype
-    return dx, (dy * unit).sum(0).to(own), dy.sum(0).to(own) if norm.bias is not None else None
+    weight_dtype = norm.weight.dtype
+    return dx, (dy * unit).sum(0).to(weight_dtype), dy.sum(0).to(weight_dtype) if norm.bias is not None else None

@@ -144,13 +144,13 @@ def plan_norm(
     rows, cols = shape
     if cols > LONGEST_ROW:
         raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {cols}")
-    each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS if norm_eps is None else MOST_PIECES))
-    programs, block = triton.cdiv(rows, each), triton.next_power_of_2(cols)
+    rows_each = max(1, triton.cdiv(rows, GRADIENT_PROGRAMS if norm_eps is None else MOST_PIECES))
+    programs, block = triton.cdiv(rows, rows_each), triton.next_power_of_2(cols)
     if not rows:
         return 0, None
     # H200, 16384x4096, us: statistics of four rows at once 41, of two 50, of one 48; gradients of one 123, of two 138.
-    at_once = STATS_AT_ONCE if norm_eps is not None and each >= STATS_AT_ONCE and block <= 4096 else 1
-    constants = {"EACH": each, "T": at_once, **{name: float_name(dtype) for name, dtype in types}}
+    at_once = STATS_AT_ONCE if norm_eps is not None and rows_each >= STATS_AT_ONCE and block <= 4096 else 1
+    constants = {"EACH": rows_each, "T": at_once, **{name: float_name(dtype) for name, dtype in types}}
     constants |= {"NORM": kind, **dict(flags)}
     constants |= {"BC": block, "OVERLAP": can_overlap()}
     warps = 4 if block <= 2048 else 8 if block <= 8192 else 16

@@ -85,9 +85,9 @@ class JoinedMlp(nn.Module):
         return y
 
     def _by_its_own_code(self, *args: Any, **kwargs: Any) -> Any:
-        mlp, own = self._original[0], vars(self)
+        mlp, attributes = self._original[0], vars(self)
         for name in vars(mlp):
-            vars(mlp)[name] = own[name]  # what was set on this module since
+            vars(mlp)[name] = attributes[name]  # what was set on this module since
         return mlp.forward(*args, **kwargs)
 
     def _is_as_joined(self) -> bool:

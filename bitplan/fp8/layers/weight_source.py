@@ -144,8 +144,8 @@ def shared_amax_cast(
         amax = float(largest(amax_bits(x_RC)).view(torch.float32))
         least = max(eps, amax) if amax == amax else float("inf")  # NaN or infinite: the scale becomes NaN
         x_RC = pad_rows(x_RC, padded)
-        made = [cast_reference(layout, "tensor", fp8, least) for layout in (x_RC, x_RC.t())]
-        return CastPair(made[0] if rows else None, made[1] if cols else None)
+        casts = [cast_reference(layout, "tensor", fp8, least) for layout in (x_RC, x_RC.t())]
+        return CastPair(casts[0] if rows else None, casts[1] if cols else None)
     from bitplan.fp8.kernels.triton_cast import cast_tiles
 
     x_RC = x_RC.contiguous()

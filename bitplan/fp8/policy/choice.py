@@ -409,13 +409,13 @@ def _bounded(policy: Policy, question: Question, choice: Fp8Choice, apart: bool)
     return replace(choice, holds_from=low, holds_to=None if high == _ANY_COUNT else high)
 
 
-def _turning_counts(own: Iterable[LayerRule], near: Iterable[LayerRule]) -> set[int]:
+def _turning_counts(rules: Iterable[LayerRule], near: Iterable[LayerRule]) -> set[int]:
     """Counts so close that between two of them a choice changes at most once.
 
     A choice changes at measured counts, at the end of estimates, and between these where an estimate crosses the
     threshold.
     """
-    measured = {point.tokens for rule in own for point in rule.points}
+    measured = {point.tokens for rule in rules for point in rule.points}
     ends = {REACH * rule.points[-1].tokens for rule in near}
     counts = {1, _ANY_COUNT} | {count + by for count in measured | ends for by in (-1, 0, 1)}
     at = 1.0

@@ -274,11 +274,11 @@ class _Recorder(TorchFunctionMode):
         step = self.values[self._value(mask)].step
         while step is not None and self.steps[step].name in ("unsqueeze", "reshape", "view"):
             step = self.values[self.steps[step].inputs[0]].step
-        made = None if step is None else self.steps[step]
-        if made is None or made.name != "ge" or len(made.inputs) != 1 or not self._stack:
+        maker = None if step is None else self.steps[step]
+        if maker is None or maker.name != "ge" or len(maker.inputs) != 1 or not self._stack:
             return False
         held = self.model.get_submodule(self.calls[self._stack[-1]].path)._parameters.values()
-        return made.args[1] in {len(weight) for weight in held if weight is not None and weight.ndim == 3}
+        return maker.args[1] in {len(weight) for weight in held if weight is not None and weight.ndim == 3}
 
     def _compute(self, name: str, func: Any, tensors: list[Tensor], before: list[int], args: Any, kwargs: Any) -> Any:
         """What a function gives; a few give errors without numbers that they do not give with them."""
@@ -326,8 +326,8 @@ class _Recorder(TorchFunctionMode):
         """Positions and masks that a forward makes on its input's device have numbers all the same."""
         tensors = _tensors_in((args, kwargs))
         if not tensors and name in _MADE_OF_NOTHING and output.numel() <= MOST_REAL:
-            made: Tensor = func(*args, **{**kwargs, "device": "cpu"})
-            return made
+            result: Tensor = func(*args, **{**kwargs, "device": "cpu"})
+            return result
         if name == "to" and not _has_no_numbers(tensors[0]):
             return tensors[0].to(output.dtype)
         return output
