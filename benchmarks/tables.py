@@ -181,25 +181,6 @@ def streaming_table() -> str:
     return "\n".join(lines)
 
 
-def streaming_auto_table() -> str:
-    """The same with the slots of `slots="auto"`, beside three."""
-    document = _read("streaming_auto_nvidia_h200")["rows"]
-    rows = {(row["tokens"], row["variant"], row.get("slots")): row for row in document}
-    lines = [
-        "| tokens a step | blocks cross as | all on the GPU, ms | three slots, ms | over its bound "
-        '| `slots="auto"`, ms | over its bound |',
-        "|---|---|---|---|---|---|---|",
-    ]
-    for (tokens, variant, slots), row in rows.items():
-        if slots == "auto":
-            three, resident = rows[tokens, variant, 3], rows[tokens, "resident", None]
-            cells = [f"{tokens:,}", STREAMED[variant], f"{resident['median_ms']:.0f}"]
-            for each in (three, row):
-                cells += [f"{each['median_ms']:.0f}", f"{each['times_bound'] - 1:+.1%}"]
-            lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 def selective_table() -> str:
     """Fine-tuning in seven arms: the loss, its distance from BF16 seed by seed, and the bytes that crossed."""
     lines = [
@@ -838,7 +819,7 @@ PLACES = {  # page: its tables
     "docs/figures.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (small_quality_table,),
     "docs/packed.md": (decode_table, launched_table, prompts_table),
-    "docs/streaming.md": (streaming_table, streaming_auto_table),
+    "docs/streaming.md": (streaming_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
         fp8_training_table,

@@ -128,6 +128,10 @@ class StreamOptions:
     timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
     shard_optimizer   with train="weights" in several processes (torchrun): each keeps the master and the states of its
                   part of every weight, and steps that part; see `training.processes`
+    update_in_backward    with train="weights": step each block beside the backward of the blocks before it, as soon as
+                  its gradients are on the host, instead of after the step's last one. One backward a step, in one
+                  process, without clipping or a GradScaler; a step that breaks off in its backward, or is not ended,
+                  leaves weights of two steps, and a state must be loaded
     moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8,
                   with the FP32 master of a BF16 weight in 2 bytes beside it instead of 4 (`training.small_moments`);
                   weights of fewer than 4,096 numbers keep float32. Or a mapping from patterns of names, first match
@@ -145,6 +149,7 @@ class StreamOptions:
     compile: bool | Mapping[str, Any] = False
     timeout_s: float = WAIT_TIMEOUT_S
     shard_optimizer: bool = False
+    update_in_backward: bool = False
     moments: Moments = "float32"
     experts: Experts = "all"
     expert_cache_bytes: int = 0
@@ -173,7 +178,7 @@ class StreamRequest(StreamOptions):
     def check(self) -> None:
         """Refuse options that contradict each other."""
         train = self.train
-        for name in ("check_finite", "offload_activations", "shard_optimizer"):
+        for name in ("check_finite", "offload_activations", "shard_optimizer", "update_in_backward"):
             if not isinstance(value := getattr(self, name), bool):
                 raise StreamError(f"{name}={value!r}: expected True or False")
         check_slots(self.slots, self.vram_bytes)
@@ -205,6 +210,9 @@ class StreamRequest(StreamOptions):
                 "train='weights' keeps FP32 masters in RAM, so host='file' would save nothing; use 'pinned'"
             )
         self._check_moments()
+        if self.update_in_backward and (train != "weights" or self.clip_grad_norm is not None):
+            reason = "clip_grad_norm= needs all gradients first" if train == "weights" else f"train={train!r} has none"
+            raise StreamError(f"update_in_backward=True steps weights as their gradients arrive, and {reason}")
         self._check_experts()
         if self.shard_optimizer and train != "weights":
             raise StreamError(f"shard_optimizer=True divides AdamW of streamed weights, but train={train!r}")

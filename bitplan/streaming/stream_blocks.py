@@ -146,6 +146,8 @@ class BlockCalls:
         kwargs: dict[str, Any],
     ) -> Any:
         grad = torch.is_grad_enabled()
+        if self._training is not None and not in_backward():
+            self._training.note_call(block.name)
         settled = None if self._stream.experts is not None else self._loader.settled(index)
         weights = settled
         if weights is None:
@@ -291,6 +293,9 @@ class BlockStream:
                 device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
             )
         self._upkeep = BlockUpkeep(blocks, formats, self._loader, options)
+        if self.training is not None:
+            self.training.encode_early = self._upkeep.put_updated
+            self.training.wait_for_readers = self._loader.wait_for_readers
         self.experts: RoutedExperts | None = None
         with on_failure(self._free):
             self.experts = RoutedExperts(mixtures, self._loader, options) if mixtures else None

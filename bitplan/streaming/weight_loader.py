@@ -469,6 +469,11 @@ class WeightLoader:
             self.recorder.hits += slot is not None
             self.recorder.misses += slot is None
         if slot is None:
+            if self._is_changing(block):
+                raise StreamError(
+                    f"{self.place(block)}: needed again after its gradients were whole, when update_in_backward=True "
+                    "has changed it; train this model without that option"
+                )
             if block in self._walk.resident:
                 slot = self.ring.resident[block]
             else:
@@ -483,7 +488,18 @@ class WeightLoader:
             if slot.block is None:
                 self._load(slot, block)
         for load in self._loads_ahead():
-            self._load(self.ring.slots[load.slot], load.block)
+            if not self._is_changing(load.block):
+                self._load(self.ring.slots[load.slot], load.block)
+
+    def _is_changing(self, block: int) -> bool:
+        return self.training is not None and self.training.is_whole(self.names[block])
+
+    def wait_for_readers(self, block: str) -> None:
+        """Wait, on the optimizer's thread, until no copy reads a block's bytes on the host."""
+        ring, index = self._ring, self.names.index(block)
+        slots = [] if ring is None else [*ring.slots, *ring.resident.values()]
+        held = [slot.transfer for slot in slots if slot.block == index and slot.transfer is not None]
+        self.wait_for_copies(held)
 
     @property
     def _whole(self) -> int | None:

@@ -14,6 +14,11 @@ does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step l
 itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
 loaded. What is sent is derived from the master, never the other way round.
 
+With `update_in_backward` the promise of a whole step is given up for time: a block whose gradients have all arrived is
+put into `StepGradients.ready` and stepped at once, of several the first in forward order; those that wait when the
+step ends are stepped as above, beside the next forward. Each block may compute once a step, so that all its gradients
+come in one backward, and no block is loaded again once its gradients are whole.
+
 Memory that is new to the process is expensive: the kernel clears each page at its first use, which takes longer than
 the bus. So a gradient is copied straight to its own place, the same in every step, and stays in its type until AdamW
 reads it, which multiplies by the factor of clipping. A second gradient of a weight in a step (accumulation) is added in
@@ -24,7 +29,8 @@ weight's forward of that step has waited for the update that read it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -165,6 +171,9 @@ class StepGradients:
     unfinished: set[int] = field(default_factory=set)  # backwards that have begun and not ended
     overflowed: bool | None = None  # None until `unscale_gradients` has looked
     is_averaged: bool = False  # over all processes
+    calls: Counter[str] = field(default_factory=Counter)  # of blocks, in forwards
+    missing: dict[str, int] = field(default_factory=dict)  # gradients of a block that are still to come
+    update: _Update | None = None  # with update_in_backward, from the first gradient on
 
     def note_backward(self) -> None:
         """Within a backward: note that it has begun. Autograd calls back at its end, unless something in it failed."""
@@ -237,16 +246,18 @@ GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a
 
 @dataclass(eq=False)
 class _Update:
-    """The progress of one step's update: how many blocks were begun, stepped and encoded, and which are up to date."""
+    """The progress of one step's update: which blocks were begun, stepped and encoded, and which are up to date."""
 
     gradients: StepGradients
-    flags: SentFlags
+    flags: SentFlags | None  # None until the step ends
     settings: Mapping[Key, Settings]
     fresh: Mapping[str, Latch]
     checked: Latch = field(default_factory=Latch)  # it is known whether the step counts
-    begun: int = 0
-    stepped: int = 0
-    encoded: int = 0
+    begun: list[str] = field(default_factory=list)
+    stepped: list[str] = field(default_factory=list)
+    encoded: list[str] = field(default_factory=list)
+    ready: dict[str, SentFlags] = field(default_factory=dict)  # blocks to step before the step ends
+    is_ending: bool = False
 
     def wake_waiters(self) -> None:
         """Nothing more will come."""
@@ -263,6 +274,9 @@ class HostTraining:
         self.processes: Processes | None = None
         self.settings: Settings = options.optimizer or AdamWSettings()
         self.max_norm = options.clip_grad_norm
+        self.updates_early = options.update_in_backward
+        self.encode_early: Callable[[str], None] = lambda _block: None
+        self.wait_for_readers: Callable[[str], None] = lambda _block: None  # of a block's bytes
         self.lr = self.settings.lr
         self._own_settings: Mapping[Key, Settings] = {}
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
@@ -324,6 +338,7 @@ class HostTraining:
 
     def join(self, processes: Processes, frozen: Mapping[str, Tensor]) -> None:
         """Train with other processes, which have the same weights, from now on; nothing may be under way."""
+        self._refuse_early("gradients of several processes are averaged")
         masters = {name: part for one in self.trained().values() for name, part in one.parts().items()}
         processes.require_same({**masters, **frozen})
         if self._shards:
@@ -386,6 +401,11 @@ class HostTraining:
         self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
     ) -> None:
         """Take a gradient from the device; called in backward, returns at once unless too many are waiting."""
+        if self.is_whole(block):
+            raise StreamError(
+                f"{block}.{name}, step {gradients.step}: update_in_backward=True takes one backward a step, and this "
+                "is another; train without that option"
+            )
         gradient = gradient.contiguous()
         recorder.expected_out += 1
         gradients.expected += 1
@@ -396,6 +416,82 @@ class HostTraining:
             what,
             timeout_s=self._timeout_s,
         )
+        if self.updates_early:
+            self._count(block, gradients, what)
+
+    # ---- updates within the backward ---------------------------------------------------------------------------------
+
+    def note_call(self, block: str) -> None:
+        """A block computes, and not for a backward."""
+        gradients = self._open
+        if not self.updates_early or gradients is None:
+            return
+        if gradients.update is not None:
+            raise StreamError(
+                f"{block}, step {gradients.step}: a forward after the step's backward, which with "
+                "update_in_backward=True has changed weights; end_step first, or accumulate without that option"
+            )
+        gradients.calls[block] += 1
+
+    def is_whole(self, block: str) -> bool:
+        """Whether the gradients of a block are whole before the step's end: its bytes may change from now on."""
+        return self._open is not None and self._open.missing.get(block) == 0
+
+    def _count(self, block: str, gradients: StepGradients, what: str) -> None:
+        """In backward: count a gradient that is on its way; after a block's last one, let it be stepped."""
+        if gradients.update is None:
+            gradients.update = self._new_update(gradients)
+            self.is_settled = False
+        if gradients.calls[block] != 1:  # it computed more than once: more gradients may come
+            return
+        if block not in gradients.missing:
+            gradients.missing[block] = sum(not self._is_frozen((block, name)) for name in self._weights[block])
+        gradients.missing[block] -= 1
+        if gradients.missing[block] == 0:
+            flags, update = self._finite.send(gradients.step), gradients.update
+
+            def hand_over() -> None:  # on the gradient thread: behind the block's gradients
+                update.ready[block] = flags
+                self._updates.submit(lambda: self._step_ready(update), what)
+
+            self._gradients.submit(hand_over, what, timeout_s=self._timeout_s)
+
+    def _step_ready(self, update: _Update) -> None:
+        """On the optimizer's thread: step the first block, in forward order, whose gradients are there."""
+        gradients = update.gradients
+        if update.is_ending or self.failure is not None or gradients.failure is not None:
+            return
+        block = next(name for name in self._weights if name in update.ready)
+        flags, what = update.ready.pop(block), f"{block}, step {gradients.step}: update"
+        try:
+            own = {f"{block}.{name}" for name in self._weights[block]}
+            self._refuse_not_finite([name for name in self._finite.not_finite(flags) if name in own], gradients.step)
+            self.wait_for_readers(block)
+            if not update.begun:
+                self._make_states(update.settings, self._keys)
+            self._step_block(update, block)
+            self._encode(update, block, self.encode_early)
+        except Exception as error:
+            gradients.failure = gradients.failure or _named(error, what)
+        except BaseException as error:
+            gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
+            self._note_torn(update, gradients.failure)
+            raise
+
+    def _refuse_early(self, reason: str) -> None:
+        if self.updates_early:
+            raise StreamError(
+                f"update_in_backward=True steps weights as their gradients arrive, but {reason}; stream without it"
+            )
+
+    def _note_torn(self, update: _Update, failure: Exception | None) -> None:
+        """After a step that broke off: whether the masters are of two steps."""
+        self.unencoded.update(set(update.begun) - set(update.encoded))
+        if update.begun and len(update.stepped) < len(self._weights):
+            self.torn = (
+                f"step {update.gradients.step}: update broke off after {len(update.stepped)} of {len(self._weights)} "
+                f"blocks ({failure}): the weights are of two steps; load a state (stream.load or load_state_dict)"
+            )
 
     def _add(
         self,
@@ -436,6 +532,7 @@ class HostTraining:
 
     def clip(self, max_norm: float, also: Sequence[Tensor]) -> float:
         """Wait for the gradients of the step, and scale them, with those of `also`, to a common norm of `max_norm`."""
+        self._refuse_early("clipping needs all of them first")
         if self.gradients.overflowed:
             return math.inf  # the step is skipped
         gradients, flags = self.gradients, self._finite.send(self.gradients.step)
@@ -446,6 +543,7 @@ class HostTraining:
 
     def unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None) -> bool:
         """Wait for the gradients of the step, and divide them by the scaler's scale; whether any overflowed."""
+        self._refuse_early("a GradScaler looks at all of them first")
         gradients = self.gradients
         if gradients.overflowed is not None:
             raise StreamError(f"unscale_gradients: step {gradients.step} has been unscaled; once a step is right")
@@ -528,12 +626,14 @@ class HostTraining:
 
     def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> bool:
         self._await_arrival(gradients)
-        if bad := self._finite.not_finite(flags):
-            raise BlockNonFiniteError(
-                f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; the masters are as they were before "
-                "the step"
-            )
+        self._refuse_not_finite(self._finite.not_finite(flags), gradients.step)
         return True
+
+    def _refuse_not_finite(self, bad: Sequence[str], step: int) -> None:
+        if bad:
+            raise BlockNonFiniteError(
+                f"{bad[0]}, step {step}: gradient holds NaN or infinity; the masters are as they were before the step"
+            )
 
     def _await_arrival(self, gradients: StepGradients) -> None:
         gradients.require_backward_ended()
@@ -552,19 +652,35 @@ class HostTraining:
 
     def abandon(self) -> None:
         """Forget a step that will not be ended; the update before it, and its failure, still count."""
-        self._open = None
+        gradients, self._open = self._open, None
+        update = None if gradients is None else gradients.update
+        if update is not None:
+            update.is_ending = True
         self.finish()
+        if update is not None and update.begun and self.torn is None:
+            update.stepped = update.stepped[: len(self._weights) - 1]
+            self._note_torn(update, update.gradients.failure or StreamError("end_step was not called"))
 
     # ---- updates -----------------------------------------------------------------------------------------------------
 
     def update(self, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         """Queue the optimizer for every block. `check_step` raises if the step must not count."""
         # The settings of now: the user may set the next step's before the optimizer thread runs this update.
-        flags = self._finite.send(self.gradients.step)
-        update = _Update(self.gradients, flags, self.settings_now(), {name: Latch() for name in self._weights})
+        update, new = self.gradients.update, self._new_update(self.gradients)
+        if update is None:
+            update = new
+        elif update.settings != new.settings:
+            raise StreamError(
+                f"step {self.gradients.step}: the learning rate or another setting was changed after the backward, "
+                "which with update_in_backward=True has stepped weights by the old one; change it before the backward"
+            )
+        update.flags, update.is_ending = self._finite.send(self.gradients.step), True
         self.is_settled = False
         self._updates.submit(lambda: self._apply(update, encode_block, check_step), f"step {update.gradients.step}")
         self._update, self._open = update, None
+
+    def _new_update(self, gradients: StepGradients) -> _Update:
+        return _Update(gradients, None, self.settings_now(), {name: Latch() for name in self._weights})
 
     def _apply(self, update: _Update, encode_block: Callable[[str], None], check_step: Callable[[], None]) -> None:
         gradients = update.gradients
@@ -575,11 +691,12 @@ class HostTraining:
             elif earlier is not None:
                 raise earlier
             if not gradients.overflowed:
-                self._make_states(update)
+                self._make_states(update.settings, gradients.sums)
                 update.checked.set()
                 for block in self._weights:
-                    self._step_block(update, block)
-                    self._encode(update, block, encode_block)
+                    if block not in update.stepped:
+                        self._step_block(update, block)
+                        self._encode(update, block, encode_block)
         except Exception as error:
             lost = None if earlier is None else _also_lost(earlier, gradients.step)
             self.failure = lost or self.failure or _named(error, f"step {gradients.step}")
@@ -587,12 +704,7 @@ class HostTraining:
             self.failure = self.failure or TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
         finally:
-            self.unencoded.update(list(self._weights)[update.encoded : update.begun])
-            if update.begun and update.stepped < len(self._weights):
-                self.torn = (
-                    f"{what} broke off after {update.stepped} of {len(self._weights)} blocks ({self.failure}): the "
-                    "weights are of two steps; load a state (stream.load or load_state_dict)"
-                )
+            self._note_torn(update, self.failure)
             gradients.sums.clear()
             update.wake_waiters()
 
@@ -602,29 +714,30 @@ class HostTraining:
                 raise self.failure
             self._gradients.drain(self._timeout_s)
             check_step()  # first: a fault in forward spoils every later gradient
+            assert update.flags is not None
             return self._await_gradients(update.gradients, update.flags)
 
         self._settle_gradients(update.gradients, "end_step", check)
         if self.max_norm is not None:
             self._scale(update.gradients, self.max_norm)
 
-    def _make_states(self, update: _Update) -> None:
+    def _make_states(self, settings: Mapping[Key, Settings], keys: Iterable[Key]) -> None:
         """As AdamW does in its first step; here, before any block is stepped, running out of memory does no harm."""
-        for key in update.gradients.sums:
-            if isinstance(update.settings[key], AdamWSettings):
+        for key in keys:
+            if isinstance(settings[key], AdamWSettings) and not self._is_frozen(key):
                 self.weight(*key).make_states()
 
     def _step_block(self, update: _Update, block: str) -> None:
         sums, sent = update.gradients.sums, {} if self.is_sharded else self.places_to_send(block)
         stepped = {name: one for name, one in self._weights[block].items() if (block, name) in sums}
-        update.begun += 1
+        update.begun.append(block)
         for name, weight in stepped.items():
             key = block, name
             weight.step(sums[key], update.settings[key], self._scratch, sent.get(name), update.gradients.factor)
         if self.processes is not None and self._shards:
             self.processes.gather([weight.shared for weight in stepped.values()])
         self.sent = stepped.keys() & sent.keys()
-        update.stepped += 1
+        update.stepped.append(block)
 
     def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
         """Encode a stepped block. A failure does not undo its step: the bytes are then made at the next boundary."""
@@ -632,7 +745,7 @@ class HostTraining:
             encode_block(block)
         except Exception as error:
             self.failure = self.failure or _named(error, f"{block}, step {update.gradients.step}: encoding")
-        update.encoded += 1
+        update.encoded.append(block)
         update.fresh[block].set()
 
     def wait_checked(self) -> None:

@@ -1,0 +1,156 @@
+"""update_in_backward: the same numbers as without it, stepped before the step ends; what it cannot do is refused."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bitplan.streaming.errors import BlockNonFiniteError, StreamError
+from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.transfer.devices import SimulatedDevice
+from tests.streaming.stream_samples import CHECKPOINTING, COUNT, OPTIONS, Stack, batch, make_stack
+
+EARLY = replace(OPTIONS, update_in_backward=True)
+SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.05)
+
+
+def opened(model, options=EARLY, **given):
+    given = {"device": SimulatedDevice(), "slots": 2, "train": "weights", "optimizer": SETTINGS} | given
+    return stream_blocks(model, "layers.*", options=options, **given)
+
+
+def wait(stream):
+    """Until what the backward has set off is over."""
+    assert stream.training._gradients.drain(60)
+    assert stream.training._updates.drain(60)
+
+
+def run_step(model, stream, number, dtype=torch.float32, *, waits=False):
+    """A step; how many blocks were stepped before its end."""
+    model.zero_grad()
+    stream.begin_step(number)
+    model(batch(number, dtype)).float().square().mean().backward()
+    training = stream.training
+    if waits:
+        wait(stream)
+    update = training.gradients.update
+    early = 0 if update is None else len(update.stepped)
+    stream.end_step()
+    return early
+
+
+@pytest.mark.cross("checkpointing", CHECKPOINTING)
+@pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.cross("formats", [None, "int8_row"])
+@pytest.mark.cross("moments", ["float32", "int8"])
+@pytest.mark.cross("slots", [2, "auto"])
+def test_masters_and_states_are_those_of_steps_as_a_whole(checkpointing, dtype, formats, moments, slots):
+    model = make_stack(adapters=False, dtype=dtype)
+    model.checkpointing = checkpointing
+    other, states = copy.deepcopy(model), []
+    for one, options in ((model, EARLY), (other, OPTIONS)):
+        with opened(one, replace(options, moments=moments), formats=formats, slots=slots) as stream:
+            early = [run_step(one, stream, number, dtype, waits=number == 1) for number in range(4)]
+            assert (early[1] == COUNT) is (options is EARLY)
+            states.append({key: value.clone() for key, value in stream.state_dict()["tensors"].items()})
+    assert states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+
+
+def test_a_block_that_computes_twice_is_stepped_when_the_step_ends():
+    class Twice(Stack):
+        def forward(self, x):
+            hidden = self.first(x)
+            for layer in [*self.layers, self.layers[2]]:
+                hidden = layer(hidden)
+            return self.head(hidden)
+
+    torch.manual_seed(0)
+    model, states = Twice(adapters=False), []
+    for one, options in ((copy.deepcopy(model), EARLY), (model, OPTIONS)):
+        with opened(one, options, slots=3) as stream:
+            early = [run_step(one, stream, number, waits=True) for number in range(3)]
+            assert early == [COUNT - 1 if options is EARLY else 0] * 3
+            states.append({key: value.clone() for key, value in stream.state_dict()["tensors"].items()})
+    assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+
+
+def test_another_forward_or_backward_in_a_step_is_refused():
+    model = make_stack(adapters=False)
+    with opened(model) as stream:
+        saved = copy.deepcopy(stream.state_dict())
+        stream.begin_step(0)
+        loss = model(batch(0)).square().mean()
+        loss.backward(retain_graph=True)
+        with pytest.raises(StreamError, match=r"layers\.0, step 0: a forward after the step's backward"):
+            model(batch(1))
+        with pytest.raises(StreamError, match=r"layers\.5.*update_in_backward=True"):
+            loss.backward()
+        wait(stream)
+        with pytest.raises(StreamError, match="the weights are of two steps; load a state"):
+            stream.begin_step(1)
+        stream.load_state_dict(saved)
+        run_step(model, stream, 0)
+
+
+def test_a_step_that_is_not_ended_leaves_weights_of_two_steps():
+    model = make_stack(adapters=False)
+    stream = opened(model)
+    stream.begin_step(0)
+    model(batch(0)).square().mean().backward()
+    wait(stream)
+    with pytest.raises(StreamError, match=r"step 0: update broke off .* \(end_step was not called\): the weights"):
+        stream.close()
+
+
+@pytest.mark.parametrize(("bad", "is_torn"), [(COUNT - 1, False), (1, True)])
+def test_a_gradient_that_is_not_finite(bad, is_torn):
+    """Of the block that backward begins with: nothing has changed. Of a later one: blocks before it were stepped."""
+    model = make_stack(adapters=False)
+    with opened(model) as stream:
+        saved = {key: value.clone() for key, value in stream.state_dict()["tensors"].items()}
+        document = copy.deepcopy(stream.state_dict())
+        stream.begin_step(0)
+        hidden = model.first(batch(0))
+        for at, layer in enumerate(model.layers):
+            hidden = layer(hidden)
+            if at == bad:
+                hidden.register_hook(lambda gradient: gradient * float("nan"))
+        model.head(hidden).square().mean().backward()
+        wait(stream)
+        stream.end_step()
+        if is_torn:
+            with pytest.raises(StreamError, match="the weights are of two steps; load a state"):
+                stream.begin_step(1)
+            stream.load_state_dict(document)
+        else:
+            with pytest.raises(BlockNonFiniteError, match=rf"layers\.{bad}\.\S+, step 0: gradient holds NaN"):
+                stream.begin_step(1)
+        now = stream.state_dict()["tensors"]
+        assert all(torch.equal(now[key], saved[key]) for key in saved)
+
+
+def test_settings_that_change_after_the_backward_are_refused():
+    model = make_stack(adapters=False)
+    with opened(model) as stream:
+        saved = copy.deepcopy(stream.state_dict())
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+        wait(stream)
+        stream.training.lr = 1e-3
+        with pytest.raises(StreamError, match="was changed after the backward"):
+            stream.end_step()
+        with pytest.raises(StreamError, match=r"update_in_backward=True .* but clipping needs all of them first"):
+            stream.clip_gradients(1.0)
+        stream.load_state_dict(saved)
+
+
+def test_what_it_cannot_go_with():
+    with pytest.raises(StreamError, match=r"update_in_backward=True .* clip_grad_norm= needs all gradients first"):
+        opened(make_stack(adapters=False), clip_grad_norm=1.0)
+    with pytest.raises(StreamError, match=r"update_in_backward=True .* train='adapters' has none"):
+        opened(make_stack(adapters=True), train="adapters", optimizer=None)
