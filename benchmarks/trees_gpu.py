@@ -197,6 +197,20 @@ def kinds(leaves: int, trees: int, rows: int = 500_000) -> dict[str, dict[str, A
     return result
 
 
+def predictions(model: BoostedTreesClassifier, x: Array) -> dict[str, Any]:
+    """Milliseconds for all rows, on the card from a table that is there, and on the host; the least of three."""
+    tables = {"card": torch.from_numpy(x).cuda(), "host": x}
+    times: dict[str, list[float]] = {name: [] for name in tables}
+    raw = {name: model.decision_function(table) for name, table in tables.items()}
+    for _ in range(3):
+        for name, table in tables.items():
+            started = time.perf_counter()
+            model.decision_function(table)
+            times[name].append((time.perf_counter() - started) * 1e3)
+    same = bool(np.array_equal(raw["card"], raw["host"]))
+    return {f"predict_{name}_ms": min(each) for name, each in times.items()} | {"same_predictions": same}
+
+
 def xgboost_timed(x: Array, y: Array, leaves: int, trees: int) -> dict[str, float]:
     import xgboost  # type: ignore[import-untyped,import-not-found,unused-ignore]
 
@@ -219,6 +233,7 @@ def measure(rows: int, given: argparse.Namespace, bandwidth: float) -> dict[str,
         torch.cuda.reset_peak_memory_stats()
         model = model_of(given.trees, given.leaves, precision)
         row[precision] = fit_timed(model, x, y) | {"peak_gib": torch.cuda.max_memory_allocated() / GIB}
+        row[precision] |= predictions(model, x)
         if rows <= COMPARED_ROWS:
             other = model_of(5, given.leaves, precision, "cpu")
             row[precision] |= {

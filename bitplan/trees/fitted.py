@@ -6,6 +6,7 @@ Contributions of features to raw scores: exact Shapley values, by the rows that 
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from bitplan.trees.loops.predict import add_contributions
 from bitplan.trees.objectives import Objective
 from bitplan.trees.save import save_trees
 from bitplan.trees.scikit import BaseEstimator, check_is_fitted
+from bitplan.trees.tables import on_device
 from bitplan.trees.threads import threads_for, threads_of
 from bitplan.trees.tree import Booster, Forest, Tree
 
@@ -217,6 +219,9 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         if "booster_" not in vars(self):  # scikit-learn's own look takes as long as the trees of one row
             check_is_fitted(self)
         booster = self.booster_
+        there = self._scores_there(x)
+        if there is not None:
+            return there
         # The loops look at the numbers of a plain array, too: another look takes longer than many threads do.
         is_plain = bool(booster.trees) and self._is_plain(x)
         table = x if is_plain else self._read(x)
@@ -225,6 +230,19 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         if is_plain and has_infinity:
             self._read(x)  # refuses it
         return scores
+
+    def _scores_there(self, x: Any) -> Array | None:
+        """Those of a table on a GPU, computed there; None: the host reads it, and says what is wrong with it."""
+        table = None if type(x) is np.ndarray else on_device(x)
+        if table is None or not self.booster_.trees or self.categories_ or hasattr(self, "feature_names_in_"):
+            return None
+        if importlib.util.find_spec("triton") is None:
+            return None
+        from bitplan.trees.cuda.predict import can_predict, scores_there
+
+        if not can_predict(table) or table.shape[1] != self.n_features_in_ or table.isinf().any():
+            return None
+        return scores_there(self.booster_, table)
 
     def _contributions(self, x: Any) -> Array:
         check_is_fitted(self)

@@ -22,13 +22,20 @@ DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.tim
 HOST_DEVICES = (1, 3, 11, 13)  # of DLPack: memory that the CPU reads
 
 
-def on_host(given: Any) -> Any:
-    """What lies on a GPU (a tensor of torch, an array of CuPy or JAX: what has `__dlpack__`), copied from there."""
+def on_device(given: Any) -> Any:
+    """What lies on a GPU (a tensor of torch, an array of CuPy or JAX: what has `__dlpack__`) as a tensor of torch; None
+    for anything else."""
     device = None if isinstance(given, np.ndarray) else getattr(given, "__dlpack_device__", None)
     if device is None or isinstance(given, type) or device()[0] in HOST_DEVICES:
-        return given
+        return None
     torch: Any = require("torch", purpose="arrays on a GPU")
-    return (given.detach() if isinstance(given, torch.Tensor) else torch.from_dlpack(given)).cpu().numpy()
+    return given.detach() if isinstance(given, torch.Tensor) else torch.from_dlpack(given)
+
+
+def on_host(given: Any) -> Any:
+    """The same, copied to the host; anything else as it is."""
+    there = on_device(given)
+    return given if there is None else there.cpu().numpy()
 
 
 def dense(x: Any) -> Any:

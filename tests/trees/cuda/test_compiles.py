@@ -17,12 +17,12 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.trees.cuda import binning, kernels, score_kernels
+from bitplan.trees.cuda import binning, kernels, predict, score_kernels
 
 KINDS = dict(sets_ptr="*u8")
 KINDS |= dict(bins_ptr="*u8", columns_ptr="*u8", grads_ptr="*i8", hess_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64")
 KINDS |= dict.fromkeys(("numbers_ptr", "y_ptr", "scores_ptr", "weights_ptr", "values_ptr", "factor_ptr"), "*fp64")
-KINDS |= dict.fromkeys(("width", "groups"), "i32")
+KINDS |= dict.fromkeys(("width", "groups", "trees", "outputs", "words"), "i32")
 KINDS |= dict.fromkeys(("rows", "features", "count", "blocks", "depth", "first", "row_stride", "feature_stride"), "i32")
 
 
@@ -32,6 +32,7 @@ def build(kernel, warps, **constants):
     floats = dict(grads_ptr="*fp32", hess_ptr="*fp32", left_bins_ptr="*u8", left_ptr="*i32", right_ptr="*i32")
     floats |= dict(numbers_ptr="*i32") if kernel is score_kernels.walk_rows else {}
     floats |= dict(numbers_ptr="*fp32", limits_ptr="*fp64", bins_ptr="*u8") if kernel is binning.bin_numbers else {}
+    floats |= dict(nodes_ptr="*i32", trees_ptr="*i32", bits_ptr="*i32", thresholds_ptr="*fp64")
     known = KINDS | floats if kernel.fn.__module__ != kernels.__name__ else KINDS
     kinds = {name: known.get(name, "*i64") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
@@ -66,6 +67,8 @@ if sys.argv[1] == "all":
     assert "fma.rn.f64" not in build(score_kernels.enter_floats, 4, **rounding)
     build(score_kernels.walk_rows, 4, BLOCK=1024)
     build(score_kernels.find_largest, 4, BLOCK=1024)
+    for sets in (False, True):
+        assert "fma.rn.f64" not in build(predict.add_trees, 8, BLOCK=predict.BLOCK, SETS=sets)
     build(binning.bin_numbers, 4, BLOCK=1024)
 """
 
