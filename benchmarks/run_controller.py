@@ -240,7 +240,7 @@ def measure_size(
     try:
         started = time.perf_counter()
         warm = train("bf16", shape, device, 90, WARM_STEPS, folder)
-        first = train("controlled", shape, device, 91, 44, folder)
+        first = train("controlled", shape, device, 91, 50, folder)
         result["first_run"] = {"times": first["times"], "seconds": round(time.perf_counter() - started, 1)}
         steps = int(budget / (len(SEEDS) * 2.3 * min(warm["ms"], warm["median_ms"]) / 1e3))
         steps = max(24, min(steps, 400))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 from bitplan.base.errors import PlanFileError
 from bitplan.plan.from_records import RunLog, run_log_of
@@ -20,7 +19,6 @@ def run_plan_section(records: Sequence[Record]) -> Section:
             log = run_log_of(record.content, record.name)
         except PlanFileError as fault:
             raise ReportError(str(fault)) from None
-        log = replace(log, changes=tuple(one for one in log.changes if one.before != one.to))
         drawn = [each for each in (_low_chart(log), _times_card(log)) if each]
         body = join([source(record), cards(drawn), _changes_table(log)])
         return body, told(record, _sentence(log)), [Fact(count(len(log.changes)), "changes of the plan")]
@@ -57,7 +55,12 @@ def _times_card(log: RunLog) -> Markup | None:
     if not times:
         return None
     rows = [
-        (f"low: {name}" if name != "high" else "all high", float(ms), milliseconds(float(ms)), colour(index))
+        (
+            name.replace("high", "all high") if name.startswith("high") else f"low: {name}",
+            float(ms),
+            milliseconds(float(ms)),
+            colour(index),
+        )
         for index, (name, ms) in enumerate(times.items())
     ]
     return card("Time of a step, by what is low", bars(rows, "Milliseconds a step"))
