@@ -169,15 +169,19 @@ def compare(
     return {**row, "passed": not is_refused and "export" not in row and difference <= bound}
 
 
-def ask_vllm(python: str, jobs: list[dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """The answers of one process of vLLM; all of them, or those before a job that ended it."""
+def ask_vllm(python: str, jobs: list[dict[str, Any]], folder: Path, seconds: float | None = None) -> dict[str, Any]:
+    """The answers of one process of vLLM; all, or those before a job that ended it or before its time was up."""
     questions, replies = folder / "jobs.json", folder / "answers.json"
     questions.write_text(json.dumps(jobs), encoding="utf-8")
-    run = subprocess.run([python, ROOT / "benchmarks" / "vllm_worker.py", questions, replies], cwd=folder)
+    command = [python, str(ROOT / "benchmarks" / "vllm_worker.py"), str(questions), str(replies)]
+    try:
+        how = f"ended with {subprocess.run(command, cwd=folder, timeout=seconds).returncode}"
+    except subprocess.TimeoutExpired:
+        how = f"was ended after {seconds:g} s"
     if not replies.is_file():
-        sys.exit(f"vLLM's process ended with {run.returncode} before its first answer")
+        sys.exit(f"vLLM's process {how} before its first answer")
     answers: dict[str, Any] = json.loads(replies.read_text(encoding="utf-8"))
-    ended = {"refused": f"the process ended with {run.returncode}"}
+    ended = {"refused": f"the process {how}"}
     answers["answers"] += [ended] * (len(jobs) - len(answers["answers"]))
     return answers
 
@@ -205,7 +209,7 @@ def time_steps(given: argparse.Namespace) -> dict[str, Any]:
             (exported / "config.json").write_text(json.dumps(config), encoding="utf-8")
             jobs.append({"folder": str(exported), "sequences": SEQUENCES, "prompt": PROMPT, "dtype": "bfloat16"})
             jobs[-1]["compilation"] = compilation
-        answers = ask_vllm(given.vllm, jobs, folder)
+        answers = ask_vllm(given.vllm, jobs, folder, given.limit)
     rows = []
     for way, answer in zip(given.speed, answers["answers"], strict=True):
         rows.append({"format": way, "layers": 16, "graphs_alone": given.graphs_alone, **answer})
@@ -236,7 +240,7 @@ def run_cases(cases: Sequence[Case], given: argparse.Namespace) -> dict[str, Any
             windows = model_windows if case.family is None else tiny_windows
             exported.append((case, row, folder, windows))
             jobs.append({"folder": str(folder), "windows": windows, "dtype": "float16", "gpu_memory": 0.2})
-        answers = ask_vllm(given.vllm, jobs, place)
+        answers = ask_vllm(given.vllm, jobs, place, given.limit)
         rows = []
         for (case, row, folder, windows), answer in zip(exported, answers["answers"], strict=True):
             rows.append(compare(case, row, answer, folder, windows, answers["amx"]))
@@ -254,6 +258,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--speed", nargs="*", default=[], help="with --device cuda: formats whose steps are timed")
     parser.add_argument("--graphs-alone", action="store_true", help="with --speed: without torch.compile")
+    parser.add_argument("--limit", type=float, help="seconds of each process of vLLM, whose answers until then count")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
     if given.model and not given.text:

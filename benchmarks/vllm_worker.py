@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -89,7 +90,8 @@ def answer(job: dict[str, Any]) -> dict[str, Any]:
         if "sequences" in job:
             return {"ms_a_token": step_times(job)}
         return {"log_probabilities": log_probabilities(job)}
-    except (ValueError, NotImplementedError, RuntimeError, AssertionError) as error:
+    except Exception as error:
+        traceback.print_exc(limit=-8)
         return {"refused": f"{type(error).__name__}: {' '.join(str(error).split())}"}
     finally:
         gc.collect()

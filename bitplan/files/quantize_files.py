@@ -272,10 +272,10 @@ class Quantization(Closing):
                 output=output,
                 packs_folder=container is None,
             )
-            if container is None and is_model_folder(file.folder):
+            is_model = container is None and is_model_folder(file.folder)
+            if is_model:
                 plan = self._runnable(plan)
             self.report.notes += _packed_before(file, plan)
-            is_model = container is None and is_model_folder(file.folder)
             plan = give_inputs(plan, inputs, str(source))
             refuse_inputs_of_experts(plan, str(source))
             for name, rounded in () if is_model else plan.inputs.items():
@@ -289,6 +289,8 @@ class Quantization(Closing):
             shapes = shapes_of_transposed(file) if container is None else {}
             self._transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
             self._contents = self._folder_contents() if container is None else None
+            if is_model:
+                self.report.notes += _check_whole(file)
             opened.pop_all()
 
     @property
@@ -551,6 +553,12 @@ def _open(source: str | Path, *, is_folder: bool) -> TensorFile:
     from bitplan.files.engines.gguf_source import open_model
 
     return open_model(source, with_tokenizer=True)
+
+
+def _check_whole(file: TensorFile) -> list[str]:
+    from bitplan.files.tensor_recipes import require_whole_model
+
+    return require_whole_model(file, file.folder, ", or give an OUTPUT that ends in .safetensors: it holds any tensors")
 
 
 def _fitted(fmt: Wanted, file: TensorFile) -> Wanted:

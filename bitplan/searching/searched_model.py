@@ -33,6 +33,7 @@ from bitplan.files.input_statistics import expert_name, weight_digest
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, QUANTIZATION_KEYS, read_config
 from bitplan.files.tensor_file import TensorSpec, spec_of
+from bitplan.files.tensor_recipes import FilePiece, assign
 from bitplan.files.transformers_names import foreign_faults
 from bitplan.packed.checkpoints.causal_lm import (
     CausalLM,
@@ -42,7 +43,6 @@ from bitplan.packed.checkpoints.causal_lm import (
     require_causal,
 )
 from bitplan.packed.checkpoints.load import device_of, empty_model, read_plain
-from bitplan.packed.checkpoints.tensor_sources import FilePiece, assign
 from bitplan.packed.language.perplexity import spread_windows
 from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
 from bitplan.plan.format_choices import choose_formats

@@ -560,7 +560,7 @@ def test_a_plan_counts_the_bytes_of_experts_as_a_packed_folder_has_them(tmp_path
     model = tmp_path / "model"
     model.mkdir()
     safetensors.torch.save_file(tensors, model / "model.safetensors")
-    (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["APart"]}))
     with open_tensors(model) as file:
         packed = plan_for_file(file, "int8_row", packs_folder=True)
         kept = plan_for_file(file, "int8_row", keep=[names[1]], packs_folder=True)

@@ -53,6 +53,7 @@ from bitplan.files.packed_folder import (
 from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, open_evidence
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
+from bitplan.files.tensor_recipes import require_whole_model
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
@@ -75,12 +76,14 @@ class FolderSource:
     """A model, open for reading, its config without a word on how it was packed, and the plan for it.
 
     folder   where config and tokenizer lie
+    notes    what a user of any output must know
     """
 
     file: TensorFile
     folder: Path
     config: dict[str, Any]
     plan: Plan
+    notes: Sequence[str] = ()
 
     def format_of(self, name: str) -> tuple[Format | None, str]:
         """The format that the plan has for a tensor, None where it stays in its own type, and the reason."""
@@ -161,7 +164,8 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
         if inputs is None and not plan.inputs:
             inputs = folder_inputs(config, folder)
         plan = give_inputs(plan, inputs, "export")
-    return FolderSource(file, folder, unquantized_config(config), plan)
+        notes = require_whole_model(file, folder)
+    return FolderSource(file, folder, unquantized_config(config), plan, notes)
 
 
 def _refuse_names_of_a_part(file: TensorFile, config: Mapping[str, Any], source: Path) -> None:
@@ -232,7 +236,9 @@ class FolderExport:
         self._plan = written_plan(source.plan, written, source.file.tied)
         left_out = {alias: f"is {name!r}" for alias, name in source.file.tied.items()}
         rows = [layer.row(source.file) for layer in layers]
-        self.report = ExportReport(str(request.source), str(request.output), target, rows, left_out)
+        self.report = ExportReport(
+            str(request.source), str(request.output), target, rows, left_out, notes=[*source.notes]
+        )
         if not any(layer.input for layer in layers):
             self.report.notes += notes_on_inputs(source.plan, target)
         packed = [name for layer in layers if layer.is_packed for name in layer.sources]

@@ -42,6 +42,7 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, folder_kv, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
+from bitplan.files.tensor_recipes import Assignment, TensorRecipe, assign, convert_plain, shape_of, shortened
 from bitplan.files.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import torch_dtype
@@ -49,15 +50,7 @@ from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.input_formats import Inputs
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, ManifestLike, holds_gpt_oss
 from bitplan.packed.checkpoints.save import adapt_to_transformers
-from bitplan.packed.checkpoints.tensor_sources import (
-    Assignment,
-    TensorRecipe,
-    assign,
-    convert_plain,
-    remember,
-    shape_of,
-    shortened,
-)
+from bitplan.packed.checkpoints.tensor_sources import remember
 from bitplan.packed.fused_projections import fuse_what_is_seen
 from bitplan.packed.host_weights import wait_in_host
 from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed

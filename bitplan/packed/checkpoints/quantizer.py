@@ -37,6 +37,7 @@ from bitplan.files.packed_folder import (
     read_packed_plan,
 )
 from bitplan.files.tensor_file import TensorFile
+from bitplan.files.tensor_recipes import Assignment
 from bitplan.files.transformers_names import forget_weights_file
 from bitplan.packed.checkpoints.load import (
     check_norms,
@@ -48,7 +49,6 @@ from bitplan.packed.checkpoints.load import (
     place_all,
     read_values,
 )
-from bitplan.packed.checkpoints.tensor_sources import Assignment
 from bitplan.packed.rounded_inputs import set_inputs
 from bitplan.packed.rounded_kv import round_kv
 from bitplan.plan.plan import Plan

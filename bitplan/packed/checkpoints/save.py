@@ -36,9 +36,10 @@ from bitplan.files.packed_folder import (
     write_packed_folder,
 )
 from bitplan.files.tensor_file import TensorSpec
+from bitplan.files.tensor_recipes import TensorRecipe
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import dtype_name
-from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, TensorRecipe, config_of, remembered
+from bitplan.packed.checkpoints.tensor_sources import LoadedFrom, config_of, remembered
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.rounded_inputs import inputs_of, shown_inputs

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import safetensors.torch
@@ -10,7 +11,7 @@ import torch
 import transformers
 
 from bitplan import open_tensors, quantize_file
-from bitplan.base.errors import StoreError
+from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.cli import run
 from bitplan.files.engines.targets import export_model
 from bitplan.files.input_statistics import write_evidence
@@ -105,3 +106,30 @@ def test_what_is_packed_is_what_the_model_was_seen_to_multiply_by(tmp_path, to):
     packed = {row.source for row in report.rows if row.format == "int8_g64"}
     table = {"transformer.wte.weight"} if to == "mlx" else set()
     assert packed == {"lm_head.weight"} | table, "weights of Conv1D lie transposed, and positions are added"
+
+
+@pytest.mark.parametrize("to", ["packed", "compressed-tensors", "mlx", "torchao", "hf"])
+@pytest.mark.parametrize("lost", ["model.norm.weight", "lm_head.weight", "model.layers.0.mlp.experts.2.up_proj.weight"])
+def test_a_checkpoint_that_lacks_a_tensor_is_refused_before_anything_is_written(to, lost, tmp_path):
+    save_tiny(tmp_path / "source", "qwen3_moe", tie_word_embeddings=False)
+    path = tmp_path / "source" / "model.safetensors"
+    tensors = safetensors.torch.load_file(path)
+    del tensors[lost]
+    safetensors.torch.save_file(tensors, path, {"format": "pt"})
+    shown = lost if "experts" not in lost else "model.layers.0.mlp.experts.gate_up_proj"
+    write = quantize_file if to == "packed" else lambda source, out, fmt: export_model(source, out, to, fmt)
+    with pytest.raises(FileFormatError, match=f"not the whole Qwen3MoeForCausalLM .*{re.escape(shown)}") as refused:
+        write(tmp_path / "source", tmp_path / "out", "bfloat16" if to in ("packed", "hf") else {})
+    assert "get the rest of the checkpoint" in str(refused.value)
+    assert not (tmp_path / "out").exists()
+    quantize_file(tmp_path / "source", tmp_path / "out.safetensors", "int8_row")  # any tensors, as the message says
+
+
+def test_a_folder_whose_model_nobody_here_knows_is_exported_with_a_note(tmp_path):
+    save_tiny(tmp_path / "source", "llama")
+    config = json.loads((tmp_path / "source" / "config.json").read_text())
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config | {"architectures": ["OtherForCausalLM"]}))
+    report = quantize_file(tmp_path / "source", tmp_path / "out", "int8_row")
+    (note,) = [note for note in report.notes if "was not checked" in note]
+    assert "'OtherForCausalLM' is not one of transformers" in note
+    assert note in export_model(tmp_path / "source", tmp_path / "plain", "hf", {}).notes

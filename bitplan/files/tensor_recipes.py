@@ -1,0 +1,313 @@
+"""Which tensors of a file make each tensor of a model, decided on names and shapes before a number is read.
+
+transformers renames tensors when it loads, and merges some: the experts of Mixtral and Qwen lie in their files one by
+one and in the model as one stack. Its own tables say how. Packed rows can be put side by side without touching a
+number, so merged tensors stay packed where every step stacks or concatenates rows; anything else is refused, never
+expanded. Names of other models are taken as they are.
+
+All that does not fit is one error: tensors that are missing, unknown, or of another shape.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bitplan.base.errors import FileFormatError, MissingLibraryError
+from bitplan.files.describe_files import empty_model
+from bitplan.files.tensor_file import TensorFile, TensorSpec
+from bitplan.formats import get_format
+from bitplan.plan.names import natural_order
+from bitplan.plan.structure.describe import experts_of
+
+MOST_SHOWN = 8
+
+
+@dataclass(frozen=True)
+class FilePiece:
+    """A tensor of the file, and where its rows lie in the model's tensor: in which item of a stack, from which row.
+
+    It is a place and no record: `save_packed` needs it when the file, and with it the record, is gone.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    item: int | None = None
+    start: int = 0
+
+    @property
+    def place(self) -> tuple[int | slice, ...]:
+        rows = slice(self.start, self.start + self.shape[0]) if self.shape else slice(None)
+        return (rows,) if self.item is None else (self.item, rows)
+
+
+@dataclass(frozen=True)
+class TensorRecipe:
+    """How tensors of the model are made: from `pieces` put side by side, or by transformers' own `converter`."""
+
+    targets: tuple[str, ...]
+    pieces: tuple[FilePiece, ...]
+    patterns: tuple[str, ...] = ()
+    converter: Any = None
+
+    @property
+    def is_one(self) -> bool:
+        return len(self.pieces) == 1 and self.converter is None
+
+    def format_in(self, file: TensorFile) -> str | None:
+        """The packed format of its pieces; None where they are plain tensors."""
+        spec = file.spec(self.pieces[0].name)
+        return spec.format if spec.encoded and not get_format(spec.format).is_cast else None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Every tensor of a model: made by a recipe, tied to another (`ties`), or computed by the model (`unread`)."""
+
+    recipes: tuple[TensorRecipe, ...]
+    ties: Mapping[str, str] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+
+
+def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
+    """A recipe for every tensor of a model, from a file's headers; one error lists all that does not fit."""
+    assignment, faults = fit_to_model(model, file)
+    if any(faults.values()):
+        is_larger = faults["unknown"] and not faults["missing"]
+        hint = "; a model that has them all can be given as model=" if is_larger else ""
+        raise FileFormatError(f"{where}: does not fit this {type(model).__name__}: {listed_faults(faults)}{hint}")
+    return assignment
+
+
+def fit_to_model(model: nn.Module, file: TensorFile) -> tuple[Assignment, dict[str, list[str]]]:
+    """A recipe for every tensor of a model that the file has, and what does not fit, by kind."""
+    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    targets, converters = _targets(model, held, [*file.specs, *file.tied])
+    grouped: dict[str, dict[str, list[str]]] = {}
+    for name in targets:
+        target, pattern = targets[name]
+        if target in held and name in file.specs:
+            grouped.setdefault(target, {}).setdefault(pattern or name, []).append(name)
+    unknown = [name for name, (target, _) in targets.items() if target not in held]
+    recipes = []
+    for target, sources in grouped.items():
+        converter = converters.get(next(iter(sources)))
+        if converter is None:
+            unknown += sorted(sources)[1:]  # two names of the file for one tensor
+        recipes.append(_recipe(target, sources, converter, file))
+    filled = {target for recipe in recipes for target in recipe.targets}
+    pairs = _ties_of(model) | {targets[alias][0]: targets[name][0] for alias, name in file.tied.items()}
+    half_made = [pair for pair in pairs.items() if len(filled.intersection(pair)) == 1]
+    ties = dict((one, other) if other in filled else (other, one) for one, other in half_made)
+    unread = [name for name in unknown if _is_computed(model, name)]
+    faults = {
+        "missing": [name for name in held if name not in filled and name not in ties],
+        "unknown": [name for name in unknown if name not in unread],
+        "shape": [text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, held, file)))],
+        "packing": [text for recipe in recipes if (text := _packing_fault(recipe, file))],
+    }
+    return Assignment(tuple(recipes), ties, tuple(unread)), faults
+
+
+_KINDS = {
+    "missing": "missing",
+    "unknown": "unknown to the model",
+    "shape": "of another shape",
+    "packing": "not loadable",
+}
+
+
+def listed_faults(faults: Mapping[str, Sequence[str]]) -> str:
+    """'3 missing: a, b, c; 1 unknown to the model: d'."""
+    found = ((_KINDS[kind], natural_order(names)) for kind, names in faults.items() if names)
+    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in found)
+
+
+def require_whole_model(file: TensorFile, folder: Path, otherwise: str = "") -> list[str]:
+    """Refuse a checkpoint that lacks tensors of the model of its folder's config, which nothing could load.
+
+    A note comes back where that is not known. Tensors that the model does not have are no fault: others may read them.
+    """
+    if any(name.endswith("_blocks") for name in file.specs):
+        return []  # gpt-oss in its own layout, of which `bitplan.files.gpt_oss` knows more
+    try:
+        model = empty_model(folder, ties=False)
+    except (FileFormatError, MissingLibraryError) as error:
+        return [f"whether all tensors of its model are there was not checked: {error}"]
+    faults = fit_to_model(model, file)[1]
+    if lacking := {kind: names for kind in ("missing", "shape") if (names := faults[kind])}:
+        raise FileFormatError(
+            f"{file.path}: is not the whole {type(model).__name__} of its config.json: {listed_faults(lacking)}; "
+            f"get the rest of the checkpoint{otherwise}"
+        )
+    return []
+
+
+def shortened(faults: Sequence[str]) -> str:
+    """The first faults, and how many more there are."""
+    more = f" and {len(faults) - MOST_SHOWN} more" if len(faults) > MOST_SHOWN else ""
+    return ", ".join(faults[:MOST_SHOWN]) + more
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+
+def _targets(
+    model: nn.Module, held: Mapping[str, tuple[int, ...]], names: Sequence[str]
+) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
+    """For each name of the file the model's name and the pattern of its converter; and the converters by pattern."""
+    if not hasattr(model, "base_model_prefix"):
+        return {name: (name, None) for name in names}, {}
+    from transformers import core_model_loading as theirs
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    table = get_model_conversion_mapping(model)
+    renamings = [entry for entry in table if isinstance(entry, theirs.WeightRenaming)]
+    converters = [entry for entry in table if isinstance(entry, theirs.WeightConverter)]
+    prefix: Any = model.base_model_prefix
+    targets: dict[str, tuple[str, str | None]] = {}
+    for name in sorted(names, key=theirs.dot_natural_key):
+        renamed = theirs.rename_source_key(name, renamings, converters, prefix, held)
+        targets[name] = (name, None) if renamed[0] not in held and name in held else renamed
+    return targets, {pattern: entry for entry in converters for pattern in entry.source_patterns}
+
+
+def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file: TensorFile) -> TensorRecipe:
+    shapes = {name: file.spec(name).shape for names in sources.values() for name in names}
+    if converter is None:
+        name = next(iter(shapes))
+        return TensorRecipe((target,), (FilePiece(name, shapes[name]),))
+    ordered = {pattern: sources[pattern] for pattern in converter.source_patterns if pattern in sources}
+    pieces = _side_by_side(converter.operations, ordered, shapes)
+    if pieces is not None:
+        return TensorRecipe((target,), pieces)
+    targets = tuple(target.replace(converter.target_patterns[0], pattern) for pattern in converter.target_patterns)
+    flat = [(pattern, name) for pattern, names in ordered.items() for name in names]
+    return TensorRecipe(
+        targets,
+        tuple(FilePiece(name, shapes[name]) for _, name in flat),
+        tuple(pattern for pattern, _ in flat),
+        converter,
+    )
+
+
+def _side_by_side(
+    operations: Sequence[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
+) -> tuple[FilePiece, ...] | None:
+    """Where each source's rows lie in the result; None where a step does more than that."""
+    from transformers import core_model_loading as theirs
+
+    stacks = bool(operations) and type(operations[0]) is theirs.MergeModulelist and operations[0].dim == 0
+    rest = operations[1:] if stacks else operations
+    axis = 1 if stacks else 0
+    if [type(step) for step in rest] not in ([], [theirs.Concatenate]) or not operations:
+        return None
+    if rest and rest[-1].dim != axis:
+        return None
+    if any(len(shape) < 2 for shape in shapes.values()) or (not rest and len(sources) > 1):
+        return None
+    pieces, start = [], 0
+    for names in sources.values():
+        for index, name in enumerate(names):
+            pieces.append(FilePiece(name, shapes[name], index if stacks else None, start))
+            start += 0 if stacks else shapes[name][0]
+        start += shapes[names[0]][0] if stacks else 0
+    return tuple(pieces)
+
+
+def _ties_of(model: nn.Module) -> dict[str, str]:
+    """Names of a model that stand for one tensor: transformers' own table, and parameters that are the same object."""
+    table: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
+    first: dict[int, str] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, nn.Parameter) and first.setdefault(id(tensor), name) != name:
+            table.setdefault(name, first[id(tensor)])
+    return table
+
+
+def _is_computed(model: nn.Module, name: str) -> bool:
+    """Whether a file's tensor is one that the model computes itself, or that transformers says may be left over."""
+    if name in dict(model.named_buffers(remove_duplicate=False)):
+        return True
+    patterns: Any = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    return name.endswith("rotary_emb.inv_freq") or any(re.search(pattern, name) for pattern in patterns)
+
+
+# ---- shapes and formats ----------------------------------------------------------------------------------------------
+
+
+def _shapes_in(
+    model: nn.Module, recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]], file: TensorFile
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of a recipe's tensors in the file: packed ones have outputs as rows, however the model holds them."""
+    shapes = {target: held[target] for target in recipe.targets if target in held}
+    if recipe.format_in(file) is None:
+        return shapes
+    parts = {target: target.rpartition(".") for target in shapes}
+    return {
+        target: _shape_in_file(model.get_submodule(parts[target][0]), parts[target][2], shape)
+        for target, shape in shapes.items()
+    }
+
+
+def _shape_in_file(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that a packed parameter has in a file, whether or not there is a packed layer for it."""
+    experts = experts_of(module)
+    is_turned = experts is not None and local in experts.weights and experts.is_columns
+    return (shape[0], shape[2], shape[1]) if is_turned else shape
+
+
+def _shape_fault(recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]]) -> str | None:
+    if recipe.converter is not None:
+        return None  # transformers' own steps decide; their result is compared with the model later
+    target, came = recipe.targets[0], shape_of(recipe.pieces)
+    return None if came == held[target] else f"{target} (the file has {came}, the model {held[target]})"
+
+
+def shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
+    """The shape of pieces side by side; None where they leave holes or differ in width."""
+    first = pieces[0]
+    if len(pieces) == 1 and first.item is None:
+        return first.shape
+    rows = max(piece.start + piece.shape[0] for piece in pieces)
+    items = {piece.item for piece in pieces}
+    whole = sum(piece.shape[0] for piece in pieces) == rows * len(items)
+    if not whole or any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+        return None
+    return (rows, *first.shape[1:]) if first.item is None else (len(items), rows, *first.shape[1:])
+
+
+def _packing_fault(recipe: TensorRecipe, file: TensorFile) -> str | None:
+    specs: list[TensorSpec] = [file.spec(piece.name) for piece in recipe.pieces]
+    formats = {spec.format if spec.encoded else str(spec.torch_dtype) for spec in specs}
+    packed = [spec for spec in specs if spec.encoded and not get_format(spec.format).is_cast]
+    target = recipe.targets[0]
+    if not packed or recipe.is_one:
+        return None
+    fmt = get_format(packed[0].format)
+    if recipe.converter is not None:
+        steps = ", ".join(type(op).__name__ for op in recipe.converter.operations)
+        return f"{target} ({packed[0].name} is packed, and transformers changes it by {steps}; leave it unpacked)"
+    if len(formats) > 1:
+        return f"{target} (made of {len(specs)} tensors in {' and '.join(sorted(formats))}: give them one format)"
+    if fmt.block.rows != 1 or fmt.zero_point or (fmt.scales is not None and fmt.scales.needs_base):
+        return (
+            f"{target} (made of {len(specs)} tensors in {fmt.name}, which has a factor for each: use mxfp4 or int8_row)"
+        )
+    return None
+
+
+def convert_plain(recipe: TensorRecipe, tensors: Sequence[torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
+    """Plain tensors through transformers' own steps."""
+    converter = deepcopy(recipe.converter)
+    for piece, pattern, tensor in zip(recipe.pieces, recipe.patterns, tensors, strict=True):
+        converter.add_tensor(recipe.targets[0], piece.name, pattern, tensor)
+    converted = converter.convert(recipe.targets[0], model=model, config=model.config)
+    return {name: value[0] if isinstance(value, list) else value for name, value in converted.items()}
