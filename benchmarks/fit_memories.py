@@ -137,9 +137,10 @@ def evidence_of(config: Any, formats: tuple[str, ...], device: torch.device) -> 
 
 def build(config: Any, choice: Mapping[str, str], weights: SearchEvidence, device: torch.device) -> Any:
     """The model in formats and places; layers of one shape and format have the same numbers, each its own memory."""
-    model, drawn = on_meta(config), {}
+    model = on_meta(config)
+    drawn: dict[Any, Any] = {}
     formats = {name: choice[group] for group in weights.groups for name in weights.groups[group].tensors}
-    tied: dict[str, PackedWeight | nn.Parameter] = {}
+    tied: dict[str, Any] = {}
     for path, module in list(model.named_modules()):
         if not isinstance(module, nn.Linear | nn.Embedding):
             continue
@@ -207,7 +208,7 @@ def two_memories(config: Any, probe: MemoryProbe, given: Any, note: Callable[[st
     assert times is not None
     for memory, fmt in given.pairs:
         goal = FitGoal(int(memory * 1e9), given.context, given.batch, given.device, ram=int(given.ram * 1e9))
-        joint = joint_evidence(weights, kv, goal, probe.nbytes, times)
+        joint = joint_evidence(weights, kv, goal, probe.nbytes, probe)
         within = Goal(nbytes=goal.memory, host=goal.ram, rows=goal.batch)
         split = best_split(joint, fmt, within)
         limit = Goal(nbytes=goal.memory, host=goal.ram, rows=goal.batch, max_kl=split.nats)
@@ -254,7 +255,7 @@ def peaks(given: Any, note: Callable[[str, Row], None]) -> None:
         for fmt in PEAK_FORMATS:
             try:
                 weights, kv = evidence_of(config, (fmt,), torch.device(given.device))
-                joint = joint_evidence(weights, kv, FitGoal(10**12, context, batch, given.device), probe.nbytes)
+                joint = joint_evidence(weights, kv, FitGoal(10**12, context, batch, given.device), probe.nbytes, probe)
                 choice = {name: next(iter(group.formats)) for name, group in joint.groups.items()}
                 now = argparse.Namespace(**{**vars(given), "batch": batch, "context": context})
                 found = measure(config, choice, weights, now)["peak_bytes"]
@@ -262,7 +263,11 @@ def peaks(given: Any, note: Callable[[str, Row], None]) -> None:
                 beside = predicted - joint.stays[RESERVED].nbytes
                 row = {"shape": shape, "batch": batch, "context": context, "format": fmt, "predicted_bytes": predicted}
                 row |= {"measured_bytes": found, "beside_predicted": probe.nbytes}
-                row |= {"beside_measured": found and found - beside, "off": found and predicted / found - 1}
+                row |= {"workspace_predicted": joint.workspace(choice)}
+                row |= {
+                    "beside_measured": found and found - beside + joint.workspace(choice),
+                    "off": found and predicted / found - 1,
+                }
             except Exception as error:
                 row = {"shape": shape, "format": fmt, "failed": f"{type(error).__name__}: {error}"[:500]}
                 traceback.print_exc()
@@ -286,7 +291,7 @@ def copied_gb_per_s(device: torch.device) -> float:
         there.copy_(host, non_blocking=True)
     end.record()
     torch.cuda.synchronize()
-    return 4 * host.nbytes / begin.elapsed_time(end) / 1e6
+    return 4 * host.nbytes / float(begin.elapsed_time(end)) / 1e6
 
 
 def main() -> None:

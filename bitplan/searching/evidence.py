@@ -146,7 +146,8 @@ class StayingTensor:
 class FormatCost:
     """What a candidate costs a group: bytes, nats a token, and where it was timed microseconds by rows.
 
-    Between two memories `nbytes` are those on the GPU, and `host` those in the host's memory.
+    Between two memories `nbytes` are those on the GPU, and `host` those in the host's memory. `workspace` are bytes
+    that a product takes while it runs, beyond what all take: one runs at a time, so the largest of a choice counts.
     """
 
     nbytes: int
@@ -155,6 +156,7 @@ class FormatCost:
     us: Mapping[int, float] = field(default_factory=dict)
     inputs: float = 0.0  # nats of rounded inputs, beside those of the weights
     host: int = 0
+    workspace: int = 0
 
 
 @dataclass
@@ -245,7 +247,12 @@ class SearchEvidence:
 
     def nbytes(self, choice: Mapping[str, str]) -> int:
         """Bytes of the whole model under a choice, what stays included."""
-        return self.staying_bytes + sum(self.groups[group].formats[fmt].nbytes for group, fmt in choice.items())
+        held = sum(self.groups[group].formats[fmt].nbytes for group, fmt in choice.items())
+        return self.staying_bytes + held + self.workspace(choice)
+
+    def workspace(self, choice: Mapping[str, str]) -> int:
+        """The most that a product of a choice takes while it runs."""
+        return max((self.groups[group].formats[fmt].workspace for group, fmt in choice.items()), default=0)
 
     def host_bytes(self, choice: Mapping[str, str]) -> int:
         """Bytes of a choice that lie in the host's memory."""

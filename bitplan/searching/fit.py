@@ -78,6 +78,7 @@ from bitplan.searching.two_memories import (
     scale_bytes,
     uniform_formats,
     with_places,
+    with_workspace,
 )
 
 KV_EVIDENCE, FIT = "kv_evidence.json", "fit.json"
@@ -160,11 +161,12 @@ class FitGoal:
 
 
 def joint_evidence(
-    weights: SearchEvidence, kv: SearchEvidence, goal: FitGoal, reserved: int, times: TokenTimes | None = None
+    weights: SearchEvidence, kv: SearchEvidence, goal: FitGoal, reserved: int, probe: MemoryProbe | None = None
 ) -> SearchEvidence:
     """Groups of both in bytes of memory, so that the bytes of a choice are all that the running model takes.
 
-    times   of a token, where the goal has two memories: then each format may lie in either
+    probe   what products take while they run, and where the goal has two memories, times: then each format may lie in
+            either
     """
     wide, engine = goal.dtype, goal.engine
 
@@ -194,7 +196,9 @@ def joint_evidence(
         }
         groups[name] = replace(group, formats=formats)
     joint = replace(weights, groups=groups, stays=stays, proven=[], aims=aims_of(goal.kinds, weights.kinds))
-    return joint if times is None or goal.ram is None else with_places(joint, times, goal)
+    if probe is not None:
+        joint = with_workspace(joint, probe)
+    return joint if probe is None or probe.times is None or goal.ram is None else with_places(joint, probe.times, goal)
 
 
 def _kept(kv: SearchEvidence) -> str:
@@ -208,6 +212,7 @@ class FitRow:
     """A plan within the memory: its parts in bytes, what is predicted, and where it was measured, its figures.
 
     Of two memories `host` are the bytes of weights in the host's, and `ms` what a token is predicted to take.
+    `workspace` is what its largest product takes beyond what was measured.
     """
 
     label: str
@@ -218,6 +223,7 @@ class FitRow:
     measured: Mapping[str, Any] = field(default_factory=dict)
     host: int = 0
     ms: float | None = None
+    workspace: int = 0
 
     @property
     def kl(self) -> float | None:
@@ -236,16 +242,17 @@ class FitRow:
             "kv_bytes": self.kv,
             "predicted": self.predicted,
             **({} if self.ms is None else {"host_bytes": self.host, "ms": self.ms}),
+            **({"workspace_bytes": self.workspace} if self.workspace else {}),
             **self.measured,
             "choice": dict(self.choice),
         }
 
     @classmethod
     def from_document(cls, row: Mapping[str, Any]) -> FitRow:
-        rest = {key: value for key, value in row.items() if key not in (*_ROW_KEYS, "host_bytes", "ms")}
+        rest = {key: value for key, value in row.items() if key not in (*_ROW_KEYS, *_ROW_MAY)}
         sizes = row["weights_bytes"], row["kv_bytes"]
-        placed = row.get("host_bytes", 0), row.get("ms")
-        return cls(row["label"], *sizes, row["predicted"], row["choice"], rest, *placed)
+        placed = {"host": row.get("host_bytes", 0), "ms": row.get("ms"), "workspace": row.get("workspace_bytes", 0)}
+        return cls(row["label"], *sizes, row["predicted"], row["choice"], rest, **placed)
 
 
 @dataclass
@@ -274,7 +281,7 @@ class FitResult:
     @property
     def needed(self) -> int:
         """The bytes of memory that the running model is predicted to take at most."""
-        return self.row.weights + self.row.kv + self.probe.nbytes
+        return self.row.weights + self.row.kv + self.row.workspace + self.probe.nbytes
 
     def to_document(self) -> dict[str, Any]:
         return {
@@ -337,8 +344,9 @@ def _row(
     times: TokenTimes | None = None,
 ) -> FitRow:
     in_kv = sum(joint.groups[name].formats[choice[name]].nbytes for name in kv.groups)
-    whole = joint.nbytes(choice) - joint.stays[RESERVED].nbytes
-    row = FitRow(label, whole - in_kv, in_kv, joint.predict(choice), choice)
+    work = joint.workspace(choice)
+    whole = joint.nbytes(choice) - joint.stays[RESERVED].nbytes - work
+    row = FitRow(label, whole - in_kv, in_kv, joint.predict(choice), choice, workspace=work)
     if times is None or goal.ram is None:
         return row
     products = joint.microseconds(choice, goal.batch)
@@ -472,7 +480,7 @@ class _Fitter:
         weights, _ = searcher.collect(Goal(nbytes=near, kinds=goal.kinds))
         meter = searcher.meter_on(searcher.text.checks, searcher.text.check_kinds)
         kv = self._kv(weights, meter)
-        joint = joint_evidence(weights, kv, goal, probe.nbytes, probe.times)
+        joint = joint_evidence(weights, kv, goal, probe.nbytes, probe)
         _within(joint, kv, goal)
         limit = _limit(joint, goal, probe)
         solution, _, _ = solve_and_correct(joint, limit, meter, searcher.stage)
@@ -599,6 +607,7 @@ _GOAL_KEYS = {"memory": SIZE, "context": SIZE, "batch": SIZE, "device": TEXT, "t
 _GOAL_MAY = {"ram": SIZE, "ms": NUMBER}
 _CHOICE = Kind("an object of groups to formats", lambda item: type(item) is dict and all(map(is_text, item.values())))
 _ROW_KEYS = {"label": TEXT, "weights_bytes": SIZE, "kv_bytes": SIZE, "predicted": NUMBER, "choice": _CHOICE}
+_ROW_MAY = {"host_bytes": SIZE, "ms": NUMBER, "workspace_bytes": SIZE}
 _FIT_KEYS = {"model": TEXT, "plan": OBJECT, "measured": LIST, "missing": LIST, "tokens": SIZE, "gap": NUMBER}
 _FIT_KEYS |= {"bound": NUMBER}
 
@@ -617,7 +626,7 @@ def read_fit(path: str | Path) -> dict[str, Any]:
         reader.keys(f"{where}goal", one["goal"], _GOAL_KEYS | _GOAL_MAY, tuple(_GOAL_KEYS))
         MemoryProbe.from_document(one["probe"], reader, f"{where}probe")
         for row in (one["plan"], *one["measured"]):
-            reader.keys(f"{where}plan", row, _ROW_KEYS, tuple(_ROW_KEYS))
+            reader.keys(f"{where}plan", row, _ROW_KEYS | _ROW_MAY, tuple(_ROW_KEYS))
     return document
 
 
@@ -643,7 +652,7 @@ def plan_fit(folder: str | Path, goal: FitGoal) -> FitResult:
             settings={"target": document["goal"]["target"], "out": None},
         )
     probe = Reserve(document["model"], goal, place).at(goal.context)
-    joint = joint_evidence(weights, kv, goal, probe.nbytes, probe.times)
+    joint = joint_evidence(weights, kv, goal, probe.nbytes, probe)
     _within(joint, kv, goal)
     limit = _limit(joint, goal, probe)
     solution = solve(joint, limit)
@@ -671,7 +680,7 @@ def _as_found(document: Mapping[str, Any], weights: SearchEvidence, kv: SearchEv
                 f"{FIT}: {one['label']!r:.80} has not one format of every group: fit the model again"
             )
     row, *rows = (FitRow.from_document(one) for one in (document["plan"], *document["measured"]))
-    whole = row.weights + row.kv + document["probe"]["nbytes"]
+    whole = row.weights + row.kv + row.workspace + document["probe"]["nbytes"]
     solution = Solution(row.choice, row.predicted, whole, None, document["bound"], document["gap"])
     probe = MemoryProbe.from_document(document["probe"], Reader(FIT, EvidenceFileError), "probe")
     known = (*_plan_of(weights, kv, row.choice), row, rows, solution, probe)

@@ -22,15 +22,23 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from bitplan.base.documents import LIST, NUMBER, OBJECT, SIZE, TEXT, Reader, load_document
+from bitplan.base.documents import LIST, NUMBER, OBJECT, SIZE, TEXT, Kind, Reader, is_number, load_document
 from bitplan.base.records import write_json
 from bitplan.searching.engine_memory import EngineMemory, Held
 from bitplan.searching.goal import EvidenceFileError, SearchError
 
 LAYERS, VOCABULARY, ROWS_AT_ONCE = 2, 512, 2048
+DECODED_SHAPE = (2048, 4096)
 PROBE_S = 600.0
 MEMORY, DOCUMENT, VERSION = "memory.json", "bitplan-memory", 1
-PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE, "times": OBJECT}
+
+
+def _are_sizes(item: Any) -> bool:
+    return type(item) is dict and all(is_number(value) and 0 <= value < 1e3 for value in item.values())
+
+
+PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE, "times": OBJECT, "floor": SIZE}
+PROBE_KEYS["decoded"] = Kind("an object of formats to bytes", _are_sizes)
 WIDE, NARROW, MORE_LAYERS = "int8_row", "mxfp4", 4  # formats and layers whose tokens are timed
 TIMED_TOKENS, WARM_TOKENS = 12, 4
 SHORTEST = 1e-7  # microseconds a byte: 10 TB/s
@@ -69,13 +77,19 @@ TIMES_KEYS = dict.fromkeys(("gpu_rate", "bus_rate", "crossing", "rest", "launch"
 
 @dataclass(frozen=True)
 class MemoryProbe:
-    """Bytes beside weights, keys and values, for a context and batch on a device; and for two memories, times."""
+    """Bytes beside weights, keys and values, for a context and batch on a device; and for two memories, times.
+
+    On a GPU `floor` are those that stay between products, and `decoded` is what a product with a decoded weight takes
+    while it runs, by format, in bytes a weight.
+    """
 
     context: int
     batch: int
     device: str
     nbytes: int
     times: TokenTimes | None = None
+    floor: int | None = None
+    decoded: Mapping[str, float] | None = None
 
     def is_of(self, context: int, batch: int, device: str, *, timed: bool = False) -> bool:
         same = (self.context, self.batch, self.device) == (context, batch, device)
@@ -86,7 +100,7 @@ class MemoryProbe:
 
     @classmethod
     def from_document(cls, probe: Mapping[str, Any], reader: Reader, where: str) -> MemoryProbe:
-        item = reader.keys(where, dict(probe), PROBE_KEYS, tuple(key for key in PROBE_KEYS if key != "times"))
+        item = reader.keys(where, dict(probe), PROBE_KEYS, ("context", "batch", "device", "nbytes"))
         times = item.get("times")
         known = (
             None if times is None else TokenTimes(**reader.keys(f"{where}.times", times, TIMES_KEYS, tuple(TIMES_KEYS)))
@@ -122,9 +136,9 @@ def probe_memory(
         raise SearchError(f"the memory beside weights could not be measured for {config.model_type}: {said[:300]}")
     found = json.loads(lines[-1])
     times = found.get("times")
-    return MemoryProbe(
-        context, batch, device, int(MARGIN * found["nbytes"]), None if times is None else TokenTimes(**times)
-    )
+    known = None if times is None else TokenTimes(**times)
+    beside = int(MARGIN * found["nbytes"])
+    return MemoryProbe(context, batch, device, beside, known, found.get("floor"), found.get("decoded"))
 
 
 def config_of(model: nn.Module | str | Path) -> Any:
@@ -219,13 +233,13 @@ def run_probe() -> None:
     """The child: reads a request, prints the bytes."""
     request = json.load(sys.stdin)
     words = ("config", "model_type", "context", "batch", "device")
-    found: dict[str, Any] = {"nbytes": _measure(*(request[word] for word in words))}
+    found: dict[str, Any] = _measure(*(request[word] for word in words))
     if request["timed"]:
         found["times"] = _measure_times(*(request[word] for word in words)).to_dict()
     print(json.dumps(found))
 
 
-def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> int:
+def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> dict[str, Any]:
     import torch
 
     from bitplan.packed.language.generation import weight_bytes
@@ -248,7 +262,36 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
             )
     logits = 3 * 4 * batch * (vocabulary - VOCABULARY)
     held: int = weight_bytes(model) + cache.nbytes
-    return _peak(place) - held + max(0, logits)
+    found = {"nbytes": _peak(place) - held + max(0, logits)}
+    if place.type != "cuda":
+        return found
+    floor = max(0, torch.cuda.memory_allocated(place) - held)
+    return found | {"floor": floor + max(0, logits), "decoded": _decoded_bytes(place)}
+
+
+def _decoded_bytes(place: Any) -> dict[str, float]:
+    """What decoding a weight takes, by format: the numbers, and what is there until they are made."""
+    import torch
+
+    from bitplan.formats import Encoded, get_format
+    from bitplan.formats.dispatch import decode
+    from bitplan.searching.runtime_formats import target_of
+
+    found: dict[str, float] = {}
+    for name in target_of("bitplan").formats:
+        fmt = get_format(name)
+        if fmt.is_cast:
+            continue
+        parts = {
+            part: torch.zeros(size, dtype=dtype, device=place)
+            for part, (dtype, size) in fmt.part_shapes(DECODED_SHAPE).items()
+        }
+        torch.cuda.synchronize(place)
+        before = torch.cuda.memory_allocated(place)
+        torch.cuda.reset_peak_memory_stats(place)
+        decode(Encoded(fmt, DECODED_SHAPE, **parts), torch.bfloat16)
+        found[name] = (torch.cuda.max_memory_allocated(place) - before) / (DECODED_SHAPE[0] * DECODED_SHAPE[1])
+    return found
 
 
 def _small_model(config: dict[str, Any], model_type: str, place: Any, layers: int, fmt: str) -> Any:

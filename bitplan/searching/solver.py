@@ -407,7 +407,8 @@ class _Problem:
 
         def costs(fmt: str) -> tuple[float, ...]:
             cost = group.formats[fmt]
-            return (group.nats(fmt), cost.nbytes, cost.host, *(() if self._rows is None else (cost.us[self._rows],)))
+            held = (cost.nbytes, cost.host, cost.workspace)
+            return (group.nats(fmt), *held, *(() if self._rows is None else (cost.us[self._rows],)))
 
         kept = []
         for index, fmt in enumerate(formats):
@@ -452,26 +453,38 @@ class _Problem:
         costs = aims[0]
         # Of several aims the largest is one more variable, after the pairs, and all that is to be small.
         more = numpy.zeros(int(len(aims) > 1))
+        # And one that is no less than the workspace of any product, which counts once.
+        work = numpy.array([float(self.evidence.groups[name].formats[fmt].workspace) for name, fmt in self._pairs])
+        most = float(work.max())
+        spare = numpy.zeros(int(most > 0))
+        beside = len(more) + len(spare)
         names = list(self.evidence.groups)
         rows = numpy.array([names.index(name) for name, _ in self._pairs])
         one_each = (rows[None, :] == numpy.arange(len(names))[:, None]).astype(float)
-        constraints = [optimize.LinearConstraint(_widened(one_each, len(more)), 1, 1)]
+        constraints = [optimize.LinearConstraint(_widened(one_each, beside), 1, 1)]
         if len(more):
             below = numpy.hstack([aims * scale, -numpy.ones((len(aims), 1))])
-            constraints.append(optimize.LinearConstraint(below, -numpy.inf, 0))
+            constraints.append(optimize.LinearConstraint(_widened(below, len(spare)), -numpy.inf, 0))
             costs = 0 * costs
+        if len(spare):
+            at = numpy.flatnonzero(work)
+            fits = numpy.zeros((len(at), len(work) + beside))
+            fits[numpy.arange(len(at)), at], fits[:, -1] = work[at] / most, -1
+            constraints.append(optimize.LinearConstraint(fits, -numpy.inf, 0))
         for what, limit in limits.items():
             if limit < 0:
                 return None
             row = numpy.array(self._costs[what])
             unit = max(limit, float(row.max()) * 1e-6, 1e-300)
-            row = _widened(row[None, :] / unit, len(more))
+            row = _widened(row[None, :] / unit, beside)
+            if what == "bytes" and len(spare):
+                row[0, -1] = most / unit
             constraints.append(optimize.LinearConstraint(row, -numpy.inf, limit / unit))
         with _quiet_stdout():
             result = optimize.milp(
-                numpy.concatenate([costs * scale, more + 1]),
-                integrality=numpy.concatenate([numpy.ones(len(costs)), more]),
-                bounds=optimize.Bounds(0, numpy.concatenate([numpy.ones(len(costs)), more + numpy.inf])),
+                numpy.concatenate([costs * scale, more + 1, spare + scale * most * (objective == "bytes")]),
+                integrality=numpy.concatenate([numpy.ones(len(costs)), more, spare]),
+                bounds=optimize.Bounds(0, numpy.concatenate([numpy.ones(len(costs)), more + numpy.inf, spare + 1])),
                 constraints=constraints,
                 options={"mip_rel_gap": gap, "node_limit": NODES_OF_TWO if "host" in limits else MOST_NODES},
             )

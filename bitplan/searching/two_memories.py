@@ -14,6 +14,7 @@ time: that of `FitGoal.ms`, or else that of the uniform format next to `USUAL_BI
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -33,10 +34,11 @@ from bitplan.searching.evidence import (
     weight_format,
 )
 from bitplan.searching.goal import Goal, GoalError
-from bitplan.searching.memory_probe import TokenTimes
+from bitplan.searching.memory_probe import WIDE, MemoryProbe, TokenTimes
 from bitplan.searching.solver import MOST_NODES, Solution
 
 USUAL_BITS = 4.5
+FEW_ROWS = 64  # that kernels multiply with codes; with more a weight is decoded first
 SPLIT_GAP = 1e-3  # of a uniform format's best split: layers are alike there, and a proof would take long
 
 
@@ -68,25 +70,69 @@ def scale_bytes(fmt: str, shapes: Iterable[tuple[int, ...]], *, on_gpu: bool) ->
     return sum(arranged_bytes(get_format(fmt), shape) for shape in shapes)
 
 
+def with_workspace(joint: SearchEvidence, probe: MemoryProbe) -> SearchEvidence:
+    """Groups with what their products take on a GPU beyond the probe's, whose weights were in 8 bits.
+
+    Of a prompt's rows every packed weight is decoded; of the few that a head multiplies, where no kernel reads codes.
+    """
+    if probe.decoded is None or probe.floor is None:
+        return joint
+    tables, lookups = _tables(joint), _lookups(joint)
+    layers = [_at_once(group) for name, group in joint.groups.items() if name not in tables and is_weight(group)]
+    counted = max(layers, default=0) * probe.decoded[WIDE]
+    groups = {}
+    for name, group in joint.groups.items():
+        shapes = [shape for shape, _ in group.tensors.values()]
+        formats = {}
+        for fmt, cost in group.formats.items():
+            stored = weight_format(fmt)
+            more = _at_once(group) * probe.decoded.get(stored, 0.0)
+            if name in tables:
+                is_fused = probe.batch <= FEW_ROWS and scale_bytes(stored, shapes, on_gpu=True) > 0
+                more = 0.0 if is_fused or name in lookups else probe.floor + more - probe.nbytes
+            elif is_weight(group):
+                more -= counted
+            formats[fmt] = replace(cost, workspace=max(0, int(more)) if stored in probe.decoded else 0)
+        groups[name] = replace(group, formats=formats)
+    return replace(joint, groups=groups)
+
+
+def _at_once(group: TensorGroup) -> int:
+    """Numbers that one product decodes: of experts those of one."""
+    shapes = [shape for shape, _ in group.tensors.values()]
+    return max(math.prod(shape[-2:]) for shape in shapes) if _is_expert(group) else group.numbers
+
+
+def _is_expert(group: TensorGroup) -> bool:
+    return any(".experts" in name or len(shape) == 3 for name, (shape, _) in group.tensors.items())
+
+
+def is_weight(group: TensorGroup) -> bool:
+    return all(role != "kv" for _, role in group.tensors.values())
+
+
 def with_places(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories) -> SearchEvidence:
     """Groups with a candidate for each format and place, and times; keys and values stay on the GPU."""
     lookups, groups = _lookups(joint), {}
     for name, group in joint.groups.items():
         share = _share_read(group, times, goal.batch)
-        is_weight = all(role != "kv" for _, role in group.tensors.values())
         shapes = [shape for shape, _ in group.tensors.values()]
         formats: dict[str, FormatCost] = {}
         for fmt, cost in group.formats.items():
             stored = weight_format(fmt)
-            scales = scale_bytes(stored, shapes, on_gpu=goal.on_gpu) if is_weight else 0
+            scales = scale_bytes(stored, shapes, on_gpu=goal.on_gpu) if is_weight(group) else 0
             held = cost.nbytes - scales  # what the file has of it: `joint_evidence` counts scales twice
-            read = 0.0 if name in lookups or not is_weight else share
+            read = 0.0 if name in lookups or not is_weight(group) else share
             formats[fmt] = replace(cost, us={goal.batch: read * held / times.gpu_rate})
-            if is_weight and not get_format(stored).is_cast:
+            if is_weight(group) and not get_format(stored).is_cast:
                 us = read and times.crossing + read * (held - scales) / times.bus_rate
                 formats[in_host(fmt)] = replace(cost, nbytes=scales, host=held, us={goal.batch: us})
         groups[name] = replace(group, formats=formats, reference_us={goal.batch: 0.0})
     return replace(joint, groups=groups)
+
+
+def _tables(joint: SearchEvidence) -> list[str]:
+    return [name for name, group in joint.groups.items() if any(role == "embed" for _, role in group.tensors.values())]
 
 
 def _lookups(joint: SearchEvidence) -> set[str]:
@@ -99,8 +145,7 @@ def _lookups(joint: SearchEvidence) -> set[str]:
 
 def _share_read(group: TensorGroup, times: TokenTimes, batch: int) -> float:
     """The share of a group's bytes that is read for a token of each text."""
-    is_expert = any(".experts" in name or len(shape) == 3 for name, (shape, _) in group.tensors.items())
-    return 1 - (1 - times.chosen) ** batch if is_expert else 1.0
+    return 1 - (1 - times.chosen) ** batch if _is_expert(group) else 1.0
 
 
 def place_goal(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, of_bytes: Goal) -> Goal:

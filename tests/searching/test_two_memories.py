@@ -16,7 +16,7 @@ from bitplan.searching.fit import FitGoal, plan_fit
 from bitplan.searching.goal import Goal, GoalError
 from bitplan.searching.memory_probe import MemoryProbe, TokenTimes, _measure_times
 from bitplan.searching.solver import solve
-from bitplan.searching.two_memories import best_split, crossing_first, place_goal, with_places
+from bitplan.searching.two_memories import best_split, crossing_first, place_goal, with_places, with_workspace
 from tests.searching.test_fit import CONTEXT, FORMATS, MEMORY, RESERVED, tiny_llama, tokens
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
@@ -111,6 +111,32 @@ def test_what_no_plan_reaches_says_what_one_does(limit, said):
     placed = with_places(drawn(), TIMES, FitGoal(NUMBERS, 64, ram=NUMBERS))
     with pytest.raises(GoalError, match=said):
         solve(placed, limit)
+
+
+def test_the_largest_workspace_of_a_choice_counts_once():
+    """A head that is decoded as a whole takes more while it runs than layers of a few formats do."""
+    probe = MemoryProbe(64, 1, "cuda", 3 * NUMBERS, None, NUMBERS, {"int8_row": 2.0, "mxfp4": 2.0, "q8_0_gguf": 6.0})
+    evidence = drawn(2)
+    for group in evidence.groups.values():
+        group.formats["q8_0_gguf"] = FormatCost(NUMBERS, 0.005)
+    joint = with_workspace(evidence, probe)
+    own = {name: {fmt: cost.workspace for fmt, cost in group.formats.items()} for name, group in joint.groups.items()}
+    assert own["model.layers.0.mlp.down_proj"] == {"bfloat16": 0, "int8_row": 0, "mxfp4": 0, "q8_0_gguf": 4 * NUMBERS}
+    assert own["lm_head"] == {"bfloat16": 0, "int8_row": 0, "mxfp4": 0, "q8_0_gguf": 4 * NUMBERS}
+    assert set(own["model.embed_tokens"].values()) == {0}
+    names = list(joint.groups)
+    for limit in (4 * NUMBERS, 6 * NUMBERS, 7 * NUMBERS):
+        found = solve(joint, Goal(nbytes=limit))
+        best = float("inf")
+        for formats in itertools.product(*(joint.groups[name].formats for name in names)):
+            choice = dict(zip(names, formats, strict=True))
+            held = sum(joint.groups[name].formats[fmt].nbytes for name, fmt in choice.items())
+            if held + max(own[name][fmt] for name, fmt in choice.items()) <= limit:
+                best = min(best, joint.predict(choice))
+        assert found.nats == pytest.approx(best)
+        assert found.nbytes <= limit
+        smallest = solve(joint, Goal(max_kl=found.nats * 1.0001))
+        assert smallest.nbytes <= found.nbytes
 
 
 def test_goals_that_contradict_each_other_are_refused():
