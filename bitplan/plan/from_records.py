@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from bitplan.base.documents import Fields, load_document, reading_error, show
+from bitplan.base.documents import Fields, is_number, load_document, reading_error, show
 from bitplan.base.errors import FileFormatError, PlanFileError
 from bitplan.base.records import check_input, parse_json
 from bitplan.plan.plan import DOCUMENT, Choice, Plan, Planned, plan_file
@@ -251,6 +251,10 @@ def run_log_of(values: Iterable[Any], where: str) -> RunLog:
         if name not in rows:
             line.fail("name", f"one of the {len(rows)} rows that the log begins with", name)
         evidence = line.fields("evidence").value
+        for key, value in evidence.items():
+            figures = value.values() if type(value) is dict else [value]
+            if not all(is_number(each) for each in figures):
+                line.fail("evidence", "figures, and objects of figures", {key: value})
         changes.append(
             RunChange(line.whole("step"), name, line.text("from"), line.text("to"), line.text("reason"), evidence)
         )

@@ -9,7 +9,7 @@ from bitplan.base.errors import PlanFileError
 from bitplan.plan.from_records import RunLog, run_log_of
 from bitplan.report.chart import Point, bars, card, colour, step_chart
 from bitplan.report.markup import Markup, count, join, milliseconds, plural, significant
-from bitplan.report.read_records import Record, ReportError
+from bitplan.report.read_records import Record, ReportError, is_number
 from bitplan.report.section import Column, Fact, Section, cards, column_table, figure, fold, one_by_one, source, told
 
 
@@ -43,7 +43,8 @@ def _low_chart(log: RunLog) -> Markup | None:
             curve += [(float(one.step), curve[-1][1])]
         low[part] += (one.to != first[one.name]) - (one.before != first[one.name])
         curve.append((float(one.step), low[part] / blocks[part]))
-    end = float(log.settings.get("total_steps") or 0)
+    total = log.settings.get("total_steps")
+    end = float(total) if isinstance(total, int | float) and is_number(total) else 0.0
     for curve in curves.values():
         curve.append((max(end, curve[-1][0]), curve[-1][1]))
     drawn = [(part, colour(index), points) for index, (part, points) in enumerate(curves.items())]
@@ -51,8 +52,8 @@ def _low_chart(log: RunLog) -> Markup | None:
 
 
 def _times_card(log: RunLog) -> Markup | None:
-    times = next((one.evidence["ms"] for one in reversed(log.changes) if one.evidence.get("ms")), None)
-    if not times:
+    timed = [one.evidence["ms"] for one in log.changes if isinstance(one.evidence.get("ms"), dict)]
+    if not timed or not timed[-1]:
         return None
     rows = [
         (
@@ -61,14 +62,15 @@ def _times_card(log: RunLog) -> Markup | None:
             milliseconds(float(ms)),
             colour(index),
         )
-        for index, (name, ms) in enumerate(times.items())
+        for index, (name, ms) in enumerate(timed[-1].items())
+        if is_number(ms)
     ]
     return card("Time of a step, by what is low", bars(rows, "Milliseconds a step"))
 
 
 def _changes_table(log: RunLog) -> Markup:
     title = plural(len(log.changes), "change")
-    shown = [{key: value for key, value in one.evidence.items() if key != "ms"} for one in log.changes]
+    shown = [{key: value for key, value in one.evidence.items() if is_number(value)} for one in log.changes]
     figures = [", ".join(f"{key} {significant(float(value))}" for key, value in each.items()) for each in shown]
     drawn = column_table(
         title,
