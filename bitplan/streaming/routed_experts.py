@@ -130,6 +130,7 @@ class RoutedExperts:
         self._wrapped: list[tuple[Mixture, Callable[..., Any] | None]] = []
         self._views: dict[tuple[int, int], dict[str, Tensor]] = {}
         self._is_broken = False
+        self._position, self._direction = 0, 1
         self._last_taken: int | None = None  # a mixture after which nothing was sent ahead yet
         for at in range(len(mixtures)):
             self._write(at)
@@ -324,7 +325,8 @@ class RoutedExperts:
         if buffer is None:
             with self._noted(at):
                 buffer = self._take(at, chosen)
-            self._last_taken = at
+            self._direction = 1 if at == 0 or at > self._position else -1
+            self._position = self._last_taken = at
         return buffer
 
     @contextmanager
@@ -352,7 +354,7 @@ class RoutedExperts:
         if self._last_taken != at:
             return
         self._last_taken = None
-        following = at - 1 if in_backward() else at + 1
+        following = at + self._direction
         if following == len(self.mixtures) and not torch.is_grad_enabled():
             following = 0  # a forward alone starts over
         if not (0 <= following < len(self.mixtures) and self._loader.may_send_ahead()):

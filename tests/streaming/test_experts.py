@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bitplan.streaming.errors import StreamError, TransferError
 from bitplan.streaming.stream_blocks import stream_blocks
@@ -51,6 +52,7 @@ class Model(nn.Module):
         from transformers import AutoModel
 
         super().__init__()
+        self.is_region = False  # checkpointed as a whole
         torch.manual_seed(0)
         self.model = AutoModel.from_config(config_of(family, experts)).train()
         with torch.no_grad():
@@ -61,8 +63,9 @@ class Model(nn.Module):
             layer.self_attn.q_proj = LowRank(layer.self_attn.q_proj)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.model(tokens, use_cache=False).last_hidden_state.float().square().mean()
-        return out
+        run = lambda tokens: self.model(tokens, use_cache=False).last_hidden_state
+        hidden = checkpoint(run, tokens, use_reentrant=False) if self.is_region else run(tokens)
+        return hidden.float().square().mean()
 
     @property
     def mixtures(self) -> list[nn.Module]:
@@ -98,7 +101,7 @@ def by_use(model: nn.Module, device: Any = None, **options: Any) -> Any:
     return streaming(model, device, **{"blocks": "model.layers.*", "experts": "by use", "slots": 2} | options)
 
 
-@pytest.mark.cross("checkpointing", ["none", "non-reentrant", "reentrant", "offload"])
+@pytest.mark.cross("checkpointing", ["none", "non-reentrant", "reentrant", "region", "offload"])
 @pytest.mark.cross("experts", ["eager", "batched_mm", "grouped_mm"])
 @pytest.mark.cross("family", ["qwen3_moe", "mixtral", "gpt_oss"])
 @pytest.mark.cross("cache", [0, 20_000])
@@ -107,6 +110,7 @@ def test_losses_and_gradients_equal_the_resident_model(family, experts, checkpoi
     if checkpointing.endswith("reentrant"):
         model.model.gradient_checkpointing_enable({"use_reentrant": checkpointing == "reentrant"})
         model.model.enable_input_require_grads()
+    model.is_region = checkpointing == "region"
     resident = copy.deepcopy(model)
     expected = train(resident, 4)
     device = SimulatedDevice()
