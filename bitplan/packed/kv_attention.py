@@ -44,11 +44,10 @@ from bitplan.formats.triton_numbers import (
     round_to_integer,
     scale_name,
 )
-from bitplan.packed.kv_rows import PackedRows
+from bitplan.packed.kv_rows import TOKENS, PackedRows, room_for
 
 ATTENTION = "bitplan_kv"
 WIDTHS = (32, 64, 128, 256)  # of a head
-TOKENS = 64  # of a tile
 PROGRAMS = 528  # four for each multiprocessor of an H200: chunks are cut until there are about as many
 LEAST_CHUNK = 256
 APPENDED = ("int8_row", "fp8_e4m3_row", "int4_g32")  # rounded by the kernel that writes them
@@ -117,7 +116,7 @@ class JoinedRows:
 
     def _make_room(self, batch: int, heads: int, tokens: int, device: torch.device) -> None:
         """Room for these tokens and a sixteenth more, in whole tiles."""
-        capacity = -(-(tokens + max(TOKENS, tokens // 16)) // TOKENS) * TOKENS
+        capacity = room_for(tokens)
         for which, fmt in enumerate(self.formats):
             assert fmt.scales is not None
             scales = self.width // (fmt.block.cols or self.width)

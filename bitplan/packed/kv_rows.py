@@ -13,6 +13,20 @@ from torch.nn import functional
 from bitplan.formats.format import Format
 
 TILE_NUMBERS, GPU_TILE_NUMBERS = 2**20, 2**25  # decoded at once
+TOKENS = 64  # of a tile of attention on a GPU
+
+
+def room_for(tokens: int) -> int:
+    """Room on a GPU for these tokens and a sixteenth more, in whole tiles."""
+    return -(-(tokens + max(TOKENS, tokens // 16)) // TOKENS) * TOKENS
+
+
+def room_at(tokens: int, piece: int) -> int:
+    """The room that there is when so many tokens were read, a piece at a time."""
+    room = 0
+    for read in (*range(piece, tokens, piece), tokens):
+        room = room if read <= room else room_for(read)
+    return room
 
 
 def pack_rows(rows: Tensor, fmt: Format) -> dict[str, Tensor]:

@@ -34,6 +34,9 @@ class Held(Protocol):
     @property
     def batch(self) -> int: ...
 
+    @property
+    def on_gpu(self) -> bool: ...
+
 
 @dataclass(frozen=True)
 class EngineMemory:

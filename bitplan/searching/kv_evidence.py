@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from bitplan.formats import get_format
 from bitplan.packed.kv_cache import KVCache
-from bitplan.packed.kv_rows import PackedRows, pack_rows
+from bitplan.packed.kv_rows import PackedRows, pack_rows, room_at
+from bitplan.packed.language.token_steps import PIECE_TOKENS
 from bitplan.plan.kv_formats import KEYS, VALUES, KVFormats, part_name
 from bitplan.searching.engine_memory import EngineMemory, Held, kv_of_choice
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, by_part
@@ -73,13 +74,16 @@ class KVShapes:
     def nbytes(self, fmt: str, engine: EngineMemory, held: Held, item_bytes: int = 0) -> int:
         """Bytes of all parts in one format, with so many bytes a number where it is a plain type."""
         return sum(
-            self.tokens(name, engine, held) * engine.row_bytes(fmt, heads, width, item_bytes)
+            self.tokens(name, fmt, engine, held) * engine.row_bytes(fmt, heads, width, item_bytes)
             for name, (heads, width) in self.parts.items()
         )
 
-    def tokens(self, name: str, engine: EngineMemory, held: Held) -> int:
-        """How many tokens a part holds, of all texts."""
-        return engine.tokens(self.windows.get(name.split(".")[1]), held)
+    def tokens(self, name: str, fmt: str, engine: EngineMemory, held: Held) -> int:
+        """How many tokens a part has room for, of all texts: what is read as codes on a GPU has more."""
+        window = self.windows.get(name.split(".")[1])
+        if held.on_gpu and window is None and not get_format(fmt).is_cast:
+            return room_at(held.context, PIECE_TOKENS) * held.batch
+        return engine.tokens(window, held)
 
 
 def watch_kv(

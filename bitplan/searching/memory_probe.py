@@ -227,6 +227,7 @@ class Reserve:
 class _HeldAtOnce:
     context: int
     batch: int
+    on_gpu: bool = False
 
 
 def run_probe() -> None:
@@ -262,11 +263,20 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
             )
     logits = 3 * 4 * batch * (vocabulary - VOCABULARY)
     held: int = weight_bytes(model) + cache.nbytes
+    if place.type == "cuda":  # room for more tokens, which the cache's own bytes leave out
+        held += _storage_bytes(cache) - cache.nbytes
     found = {"nbytes": _peak(place) - held + max(0, logits)}
     if place.type != "cuda":
         return found
     floor = max(0, torch.cuda.memory_allocated(place) - held)
     return found | {"floor": floor + max(0, logits), "decoded": _decoded_bytes(place)}
+
+
+def _storage_bytes(cache: Any) -> int:
+    """What keys and values take with the room that is kept for more of them."""
+    held = [rows for layer in cache.layers for rows in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    storages = [part.untyped_storage() for rows in held if rows is not None for part in rows.parts.values()]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 def _decoded_bytes(place: Any) -> dict[str, float]:

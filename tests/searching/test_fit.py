@@ -11,7 +11,9 @@ import transformers
 
 import bitplan
 from bitplan.files.engines.targets import Engine
+from bitplan.packed.kv_rows import room_at
 from bitplan.packed.language.perplexity import Quality
+from bitplan.packed.products.fused_weights import arrange_scales
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.searching import fit, memory_probe
 from bitplan.searching.engine_memory import ENGINES
@@ -259,6 +261,27 @@ def test_a_window_counts_no_more_than_its_tokens_and_texts_at_once_count_each(fi
     name = next(name for name in weights.groups if "embed" in name)
     assert joint.groups[name].formats["bfloat16"].nbytes == 4 * weights.groups[name].numbers
     assert solve(joint, Goal(nbytes=10**7)).nbytes <= 10**7
+
+
+def test_on_a_gpu_rooms_of_caches_and_scales_in_a_kernels_order_count(fitted):
+    _, folder, _ = fitted
+    weights, kv = SearchEvidence.load(folder / "evidence.json"), SearchEvidence.load(folder / KV_EVIDENCE)
+    goal = FitGoal(10**7, 4096, 2, "cuda")
+    joint = joint_evidence(weights, kv, goal, 0)
+    costs = joint.groups["layers.0.keys"].formats
+    assert room_at(4096, 512) == 4096 + 256 == room_at(4300, 512)
+    assert room_at(30, 512) == 128
+    assert costs["int4_g32"].nbytes == 2 * (4096 + 256) * 18
+    assert costs["float32"].nbytes == 2 * 4096 * 32 * 4
+    windows = joint_evidence(weights, replace(kv, text={"windows": {"0": 100}}), goal, 0)
+    assert windows.groups["layers.0.keys"].formats["int4_g32"].nbytes == 2 * 100 * 18
+    name = next(name for name in weights.groups if "down" in name)
+    (shape, _), *_ = weights.groups[name].tensors.values()
+    before, after = weights.groups[name].formats, joint.groups[name].formats
+    assert after["bfloat16"].nbytes == before["bfloat16"].nbytes
+    arranged = arrange_scales(bitplan.encode(torch.randn(shape), "mxfp4"))
+    held = arranged.scales.nbytes + arranged.counters.nbytes
+    assert after["mxfp4"].nbytes - before["mxfp4"].nbytes == held
 
 
 def test_the_probe_counts_what_is_neither_weights_nor_cache():
