@@ -2,8 +2,8 @@
 monotone constraints.
 
 The arithmetic is that of `trees.loops.split`, operation by operation, each rounded to float64 on its own as there, and
-sums are integers until then: the splits are those of the CPU, to the bit. Torch takes a few dozen small launches for
-that, half a millisecond a wave, where the kernel takes two.
+sums are integers until then: the splits are those of the CPU, to the bit. Torch takes about a hundred small launches a
+wave for that, where the kernels take two.
 
 Shapes: N nodes, C columns of bins, B bins.
 """

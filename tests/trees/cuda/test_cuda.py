@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRanker, BoostedTreesRegressor, TreesError
 from bitplan.trees.gradients import GradientPrecision, GradientsI16
 from bitplan.trees.objectives import Binary, Multiclass, SquaredError
 from tests.trees.samples import rules, table
@@ -85,6 +85,17 @@ def test_categories_and_monotone_constraints_are_those_of_the_cpu(settings):
     model = check_same_trees(BoostedTreesRegressor, x, y, gradient_precision="i16", **(SMALL | settings | FEW))
     if "categorical_features" in settings:
         assert any(numbers is not None for tree in model.booster_.trees for numbers in tree.categories)
+
+
+def test_a_ranker_and_scores_to_begin_with_are_those_of_the_cpu():
+    x, y = table(rows=120, features=2)
+    settings = SMALL | {"n_estimators": 1, "gradient_precision": "i16"}
+    relevance = np.digitize(y, [-0.5, 0.5])
+    here, there = (
+        BoostedTreesRanker(**settings, device=device).fit(x, relevance, [40] * 3, np.arange(1.0, 121.0), init_score=y)
+        for device in ("cpu", "cuda")
+    )
+    assert trees_of(here) == trees_of(there)
 
 
 def test_three_classes_and_the_saved_file(tmp_path):
