@@ -257,7 +257,7 @@ def test_plan_counts_experts_as_a_packed_folder_has_them(tmp_path):
     name, model = "model.layers.0.mlp.experts.down_proj", tmp_path / "model"
     model.mkdir()
     safetensors.torch.save_file({name: torch.randn(2, 48, 64)}, model / "model.safetensors")
-    (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss"}))
+    (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["APart"]}))
     assert run(["plan", str(model), "--format", "int8_row", "-o", str(tmp_path / "plan.json")]) == 0
     assert Plan.load(tmp_path / "plan.json").entries[name].shape == (2, 64, 48)
     assert run(["quantize", str(model), str(tmp_path / "packed"), "--plan", str(tmp_path / "plan.json")]) == 0
