@@ -41,6 +41,7 @@ LONGEST = (
     "tests/fp8/kernels/test_compiles.py",
     "tests/packed/products/test_triton_compiles.py",
     "tests/trees/test_estimators.py",
+    "tests/streaming/selective/test_run_controller.py",
     "tests/streaming/selective/test_training_policy.py",
     "tests/report/test_browser.py",
     "tests/streaming/test_training_state.py",
