@@ -110,3 +110,19 @@ def test_only_packed_weights_have_a_place():
         Choice("bfloat16", "so", place="host")
     with pytest.raises(PlanError, match='"disk"'):
         Choice("mxfp4", "so", place="disk")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["mxfp4", "int8_row", "int4_g32", "q4_k_gguf"])
+@pytest.mark.parametrize("rows", [1, 16, 256])
+def test_a_gpu_multiplies_with_a_weight_in_the_hosts_memory(fmt, rows):
+    device = torch.device("cuda", torch.cuda.current_device())
+    encoded = bitplan.encode(torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)), fmt)
+    x = torch.randn(rows, 1024, device=device).to(torch.bfloat16)
+    with torch.inference_mode():
+        expected = QuantLinear(PackedWeight(encoded.to(device)))(x)
+        before = torch.cuda.memory_allocated()
+        layer = QuantLinear(wait_in_host(PackedWeight(encoded), device))
+        assert torch.cuda.memory_allocated() == before
+        assert layer.weight.device == device
+        torch.testing.assert_close(layer(x), expected)

@@ -17,7 +17,7 @@ from bitplan.cli.verbs import fit as verb
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.searching import memory_probe
-from bitplan.searching.memory_probe import MemoryProbe
+from bitplan.searching.memory_probe import MemoryProbe, TokenTimes
 from tests.cli.verbs.test_perplexity_verb import save_llama
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
@@ -98,6 +98,25 @@ def test_evidence_answers_for_another_context_as_one_document(shown, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["goal"]["context"] == 30 * 1024
     assert document["needed_bytes"] <= 24 * 10**9
+
+
+def test_two_memories_are_answered_from_evidence_with_the_time_of_a_token(shown, capsys, monkeypatch):
+    assert shown
+    times = TokenTimes(gpu_rate=4000.0, bus_rate=50.0, crossing=2.0, rest=100.0, launch=50.0)
+    probed = MemoryProbe(32 * 1024, 1, "cpu", 24 * 10**9 - LEFT, times)
+    monkeypatch.setattr(memory_probe, "probe_memory", lambda *_args, **_options: probed)
+    words = [*example(), "--plan-only", "--ram", "1GB"]
+    assert run(words) == 0, capsys.readouterr().err
+    said = " ".join(capsys.readouterr().out.split())
+    assert "ms a token" in said
+    assert "on the host" in said
+    assert "for all" in said
+    assert run([*words, "--ms", "5", "--json"]) == 0, capsys.readouterr().err
+    document = json.loads(capsys.readouterr().out)
+    assert document["goal"]["ram"] == 10**9
+    assert document["plan"]["ms"] <= 5
+    assert run([*words, "--ms", "0.05"]) == 2
+    assert "a token takes 0.10 ms beside products" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
