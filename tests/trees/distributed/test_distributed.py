@@ -227,9 +227,10 @@ def test_bad_rows_on_one_process_stop_all(pool):
     bad = X.copy()
     bad[3, 2] = np.inf
     first, second = pool.run(2, "fit_apart", "BoostedTreesRegressor", [({}, X, Y), ({}, bad, Y)])
-    assert second["error"] == "ValueError"
+    assert second["error"] == "TreesError"
     assert first["error"] == "ProcessLostError"
-    assert "rank 1 stopped with ValueError: Input X contains infinity" in first["message"]
+    assert "rank 1 stopped with TreesError: Input X contains infinity" in first["message"]
+    assert "is inf in row 3, column 2" in first["message"]
 
 
 @pytest.mark.parametrize(
