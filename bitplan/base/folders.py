@@ -74,7 +74,12 @@ def check_output_folder(path: str | Path, *, inputs: Iterable[Path] = (), replac
             raise StoreError(f"{path}: holds the input {source} itself; write to another folder")
     if status is None:
         if not target.parent.is_dir():
-            raise StoreError(f"{path}: there is no folder {target.parent}; make it first")
+            how = (
+                "is a file, no folder; choose another place"
+                if target.parent.exists()
+                else "is no folder; make it first"
+            )
+            raise StoreError(f"{path}: {target.parent} {how}")
     elif not stat.S_ISDIR(status.st_mode):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "a file")
         raise StoreError(f"{path}: is {kind}, and a folder was to be written; remove it or choose another name")

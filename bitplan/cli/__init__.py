@@ -60,10 +60,24 @@ def run(arguments: Sequence[str] | None = None) -> int:
         if format_message is None:
             raise
         message = format_message()
+        if message.startswith("No such command") and "Did you mean" not in message:
+            message = message.removesuffix(".") + _verbs_there(sys.argv[1:] if given is None else given)
         if type(error).__name__ == "NoArgsIsHelpError":  # print the help; some versions have done so already
             print(message, end="\n" if message else "")
             return 2
         return _fail(" ".join(message.split()))
+
+
+def _verbs_there(words: Sequence[str]) -> str:
+    """What there is instead of an unknown verb that is like none."""
+    group: Any = _command()
+    for word in words:
+        if word not in getattr(group, "commands", {}):
+            break
+        group = group.commands[word]
+    if "watch" in words:
+        return "; `bitplan report RUN --live` shows a running job"
+    return f"; there are {', '.join(name for name, command in group.commands.items() if not command.hidden)}"
 
 
 @functools.cache

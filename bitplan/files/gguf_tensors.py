@@ -143,8 +143,8 @@ class GGUF(Container):
         if not isinstance(source, GGUFTensors):
             raise StoreError(
                 f"{output}: GGUF is written from GGUF alone: {source.path} has neither llama.cpp's names nor its "
-                "metadata; write .safetensors, or export the model's folder (a gpt-oss with `bitplan gpt-oss convert`)",
-                settings={"to": "gguf"},
+                "metadata; write .safetensors, or give the same words to `bitplan export` (of a gpt-oss to `bitplan "
+                "gpt-oss convert`)"
             )
 
 

@@ -36,7 +36,8 @@ def test_folders_that_cannot_be_made_are_refused(tmp_path):
     for name, message in {
         "full": "is not empty; a folder is never overwritten",
         "file": "is a file, and a folder was to be written",
-        "no/where": "there is no folder",
+        "no/where": "no is no folder; make it first",
+        "file/where": "file is a file, no folder; choose another place",
     }.items():
         with pytest.raises(StoreError, match=message), atomic_folder(tmp_path / name):
             pass

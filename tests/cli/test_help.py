@@ -143,6 +143,10 @@ def test_options_are_named_alike(name):
 def test_a_typo_gets_a_suggestion(capsys):
     assert run(["chekc"]) == 2
     assert "'check'" in capsys.readouterr().err
+    assert run(["watch", "folder"]) == 2
+    assert "'watch'; `bitplan report RUN --live` shows" in capsys.readouterr().err
+    assert run(["fp8", "zzz"]) == 2
+    assert "'zzz'; there are bench, merge, explain, confirm\n" in capsys.readouterr().err
     assert run(["inspect", "--jsn", "x"]) == 2
     assert "--json" in capsys.readouterr().err
 

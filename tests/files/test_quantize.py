@@ -187,7 +187,7 @@ def write_as_gguf(weights, path):
 
 def test_gguf_is_written_from_gguf_alone(source, tmp_path):
     """Other files have neither llama.cpp's names nor its metadata."""
-    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*, or export .*\(to='gguf'\)"):
+    with pytest.raises(StoreError, match=r"out.gguf: GGUF is written from GGUF alone: .*, or give .* `bitplan export`"):
         quantize_file(source, tmp_path / "out.gguf", "q8_0_gguf")
     assert not (tmp_path / "out.gguf").exists()
 

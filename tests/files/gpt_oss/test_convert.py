@@ -423,7 +423,7 @@ def test_destinations(made, tmp_path):
     for own in (made["hf"], weights(made["hf"])):
         with pytest.raises(StoreError, match=r"the input .* itself"):
             convert_gpt_oss(made["hf"], own, to="hf", force=True)
-    with pytest.raises(StoreError, match=f"there is no folder {tmp_path / 'no'}"):
+    with pytest.raises(StoreError, match=f"{tmp_path / 'no'} is no folder; make it first"):
         convert_gpt_oss(made["hf"], tmp_path / "no" / "out", to="hf")
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "out").mkdir()
