@@ -88,8 +88,8 @@ def _changes_table(log: RunLog) -> Markup:
 def _sentence(log: RunLog) -> str:
     formats = {name: row["format"] for name, row in log.rows.items()}
     low = {one.name for one in log.changes if one.to != formats[one.name]}
-    raised = sum("final part" in one.reason for one in log.changes)
-    fed = sum(one.reason.startswith("loss feedback") for one in log.changes)
+    raised = sum("noise" in change.evidence for change in log.changes)  # the schedule's end: by impact, above the noise
+    fed = sum("loss_high" in change.evidence for change in log.changes)  # a probe lost more than with all high
     return (
         f"The run's plan had {plural(len(low), 'row')} of {count(len(formats))} low at some step; loss feedback raised "
         f"{count(fed)}, the final part of the schedule {count(raised)}."
