@@ -99,8 +99,8 @@ class MemoryProbe:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
-    def from_document(cls, probe: Mapping[str, Any], reader: Reader, where: str) -> MemoryProbe:
-        item = reader.keys(where, dict(probe), PROBE_KEYS, ("context", "batch", "device", "nbytes"))
+    def from_document(cls, probe: Any, reader: Reader, where: str) -> MemoryProbe:
+        item = reader.keys(where, probe, PROBE_KEYS, ("context", "batch", "device", "nbytes"))
         times = item.get("times")
         known = (
             None if times is None else TokenTimes(**reader.keys(f"{where}.times", times, TIMES_KEYS, tuple(TIMES_KEYS)))

@@ -13,8 +13,8 @@ import bitplan
 from bitplan.searching import memory_probe
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, in_host, is_in_host, weight_format
 from bitplan.searching.fit import FitGoal, plan_fit
-from bitplan.searching.goal import Goal, GoalError
-from bitplan.searching.memory_probe import MemoryProbe, TokenTimes, _measure_times
+from bitplan.searching.goal import EvidenceFileError, Goal, GoalError
+from bitplan.searching.memory_probe import MemoryProbe, Reserve, TokenTimes, _measure_times
 from bitplan.searching.solver import solve
 from bitplan.searching.two_memories import best_split, crossing_first, place_goal, with_places, with_workspace
 from tests.searching.test_fit import CONTEXT, FORMATS, MEMORY, RESERVED, tiny_llama, tokens
@@ -179,3 +179,13 @@ def test_times_are_measured_with_weights_in_either_memory():
     assert min(times.gpu_rate, times.bus_rate, times.rest) > 0
     assert times.launch == 0.0
     assert times.chosen == 1.0
+
+
+@pytest.mark.parametrize(
+    "probe", [3, {}, {"context": 1}, {**fake_probe("", 64, 1).to_dict(), "times": {}}, {"decoded": {"mxfp4": "2"}}]
+)
+def test_a_damaged_probe_is_refused_by_its_name(probe, tmp_path):
+    document = {"document": "bitplan-memory", "version": 1, "probes": [probe]}
+    (tmp_path / "memory.json").write_text(json.dumps(document))
+    with pytest.raises(EvidenceFileError, match=r"memory\.json: probes\[0\]"):
+        Reserve("unused", FitGoal(10**9, 64, ram=10**9), tmp_path).at(64)
