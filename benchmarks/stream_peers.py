@@ -290,6 +290,8 @@ def deepspeed(job: Job, *, overlapped: bool = False) -> Iterator[Arm]:
     import deepspeed as library
 
     size, model = job.size, job.model()
+    for layer in model.layers:
+        layer.cos, layer.sin = layer.cos.to(job.device), layer.sin.to(job.device)
     count, adam = weights_of(model), "DeepSpeed's CPU Adam"
     block = count // size.blocks
     offload = {"device": "cpu", "pin_memory": job.device == "cuda"}
