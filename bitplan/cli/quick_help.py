@@ -18,7 +18,7 @@ class QuickCommand(TyperCommand):
 
 
 class QuickGroup(TyperGroup):
-    """The same for a group of verbs."""
+    """A group of verbs that accepts any value while the shell completes a line."""
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _quick(super().get_params(ctx), ctx)

@@ -92,7 +92,7 @@ class Sites:
     run: RecordedRun
 
     def block_of(self, path: str) -> str:
-        """The block that a layer is in, as it was seen; by the first number in its path where it was not."""
+        """Name a layer's block: as the run showed it, else by the first number in the layer's path."""
         block = self.run.view.block_of(path)
         parts = (part for part in self.run.parts if part and path.startswith(f"{part}."))
         return block or next(parts, "") or block_of(path)

@@ -152,7 +152,7 @@ def _shown(formats: ByLayer) -> str:
 
 
 def split_kv(plan: Plan) -> tuple[Plan, KVFormats | None]:
-    """The other parts of a plan, and what it says of keys and values."""
+    """Divide a plan into what it says of keys and values, and its other parts (which come first)."""
     others = {name: entry for name, entry in plan.entries.items() if entry.kind != "kv"}
     return Plan(others, padding=plan.padding), KVFormats.of_plan(plan)
 

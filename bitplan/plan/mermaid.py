@@ -99,7 +99,7 @@ class _Chart:
 
 
 def _runs(layers: dict[tuple[str, str], Boxes]) -> list[tuple[str, Boxes]]:
-    """Consecutive layers with the same boxes, as one."""
+    """Join consecutive layers that have the same boxes."""
     runs: list[tuple[str, list[str], Boxes]] = []
     for (before, number), boxes in layers.items():
         if runs and runs[-1][0] == before and runs[-1][2] == boxes:

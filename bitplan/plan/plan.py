@@ -234,7 +234,7 @@ class PlanDiff:
 
 
 def plan_file(path: str | Path) -> Path:
-    """The file of a plan: itself, or the one in a folder that a search wrote, or in a packed one."""
+    """Find a plan's file: the path itself, or in a folder that a search wrote, or in a packed folder."""
     path = Path(path)
     if not path.is_dir():
         return path

@@ -28,7 +28,7 @@ def count(value: float) -> str:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """`digits` significant digits; powers of ten only for very small and very large numbers."""
+    """Write a number with `digits` significant digits, as a power of ten only if it is very small or very large."""
     if value is None:
         return NONE
     if value == 0 or not math.isfinite(value):
@@ -101,7 +101,7 @@ class Markup(str):
 
 
 def escape(value: object) -> Markup:
-    """Text escaped for HTML; invisible characters are written as codes."""
+    """Escape text for HTML, with invisible characters written as codes."""
     if isinstance(value, Markup):
         return value
     seen = _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))

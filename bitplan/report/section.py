@@ -150,7 +150,7 @@ def breakable(name: object) -> Markup:
 
 
 def _tools(title: str, columns: Sequence[Column], rows: Sequence[Row]) -> Markup:
-    """Search field and lists; hidden until the script runs, because they need it."""
+    """Make a table's search field and lists of choices; they need the script, so they are hidden until it runs."""
     search = tag(
         "label",
         tag("span", f"Search {title}", class_="unseen"),

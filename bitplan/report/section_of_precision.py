@@ -158,7 +158,7 @@ def _figures(seen: Seen | None) -> list[object]:
 def _cells(
     blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: int, gap: int, high: float
 ) -> list[Markup]:
-    """One path for each level of colour, and one for cells without a score."""
+    """Draw the cells: a path for each level of colour, and one for cells without a score."""
     places: dict[str, list[str]] = {}
     for column, update in enumerate(shown):
         for row, name in enumerate(blocks):

@@ -131,7 +131,7 @@ def _goal(result: RecordFields) -> str:
 
 
 def _sentence(result: RecordFields) -> str:
-    """What was decided, how much smaller the model is, and at what cost."""
+    """Say what was decided, how much smaller the model becomes, and what it costs in damage."""
     plan, reference, floor = result.fields("plan"), result.fields("reference"), result.fields("noise_floor")
     formats = {cell.text("format") for cell in result.each("heat")}
     smaller = reference.number("bytes") / max(plan.number("bytes"), 1)

@@ -58,7 +58,7 @@ def log_records(records: Iterable[str | Path], tracker: Any) -> int:
 
 
 def _figures(prefix: str, values: dict[str, Any], leave: str = "") -> dict[str, float]:
-    """The numbers of an object, those of objects in it too, under their names; lists are left out."""
+    """Collect the numbers of an object and of the objects in it, under their names; lists are left out."""
     figures: dict[str, float] = {}
     for name, value in values.items():
         if is_number(value) and name != leave and name not in NO_FIGURES:

@@ -142,7 +142,7 @@ def assemble(fmt: Format, shape: tuple[int, ...], codes: Tensor, stored: Tensor,
 
 
 def with_rows_of(encoded: Encoded, other: Encoded, layout: ScaledBlocks, strips: Tensor) -> Encoded:
-    """`encoded`, with the rows of these strips (a mask) as `other` has them."""
+    """Copy `encoded`, but take the rows of the strips in a mask from `other`."""
     if not bool(strips.any()):
         return encoded
     if layout.strips == 1:

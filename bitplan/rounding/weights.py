@@ -87,7 +87,7 @@ RoundBlock = Callable[[Tensor, Tensor, int, slice], tuple[Tensor, Tensor]]
 
 
 def _compensate(matrix: Tensor, by: OrderedFactor, fmt: GgufBlocks, scales: GroupScales) -> Tensor:
-    """Codes [R, filled], a block after the other; what a block loses goes to the columns after it."""
+    """Round block after block to codes [R, filled]; columns after a block make up for the block's error."""
     width, on_gpu, at = fmt.layout.numbers, in_batches(matrix), by.columns
     make = _on_gpu if on_gpu else _compiled if is_compiled(matrix) else _by_torch
     factor = by.factor.contiguous() if on_gpu else by.factor
@@ -121,7 +121,7 @@ def _by_torch(_factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: G
 
 
 def _compiled(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
-    """By compiled loops: of small matrices calls of torch take longer than what they compute."""
+    """Round by compiled loops: for small matrices, calling torch takes longer than the work itself."""
     from bitplan.rounding.round_columns_cpu import BlockRounder
 
     return BlockRounder(layout, grid, _block_weights(factor, at, layout), at % layout.numbers, scales).round

@@ -168,7 +168,7 @@ class ClusterRounding:
     address: str
 
     def start(self, formats: Sequence[str]) -> None:
-        """Workers compile what they round with as they come to it."""
+        """Do nothing: each worker compiles the loops of a format when it first rounds to it."""
 
     def round(self, jobs: Iterable[RoundingJob]) -> Iterator[tuple[str, str, dict[str, StoredTensor]]]:
         """What is rounded, in the order of the jobs."""

@@ -305,7 +305,7 @@ class FitResult:
         }
 
     def save(self, folder: Path) -> None:
-        """plan.json and fit.json, which keeps what was found for other goals; evidence is there already."""
+        """Write plan.json, and fit.json with the answers for earlier goals; evidence.json is there already."""
         document, path = self.to_document(), folder / FIT
         before = read_fit(path) if path.is_file() else None
         others = [] if before is None else [_without_picture(before), *before["earlier"]]

@@ -81,7 +81,7 @@ def records_among(given: list[Path]) -> tuple[list[Path], list[str]]:
 
 
 def records_of_folder(folder: Path) -> tuple[list[Path], list[str]]:
-    """The records in a folder, a search's first; and what is left out: other documents, and why records are broken."""
+    """Find the records in a folder, a search's first, and say what is left out: other documents, and broken records."""
     from bitplan.report.read_records import ReportError, UnknownRecordError, read_records
 
     first = records_of_search(folder)

@@ -106,7 +106,7 @@ class TorchSums:
         return Sums(error, by_halves(w * (v * v)), by_halves(w * v), by_halves(w * (x * v)))
 
     def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-        """The first of the sums, the error, alone."""
+        """Give the error alone, which is the first of what `sums` gives."""
         return _error(x, w, _values(_codes(x, scale, low, layout), layout), scale, low)
 
     def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:

@@ -222,7 +222,7 @@ class CountResult:
         return tuple(dict.fromkeys(row.reason for row in rows))
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: `planned` has each layer with the policy's reason, `layers` what became of it."""
+        """Make the JSON document: `planned` has each layer with the policy's reason, `layers` the outcome."""
         rows = {
             "planned": [asdict(row) for row in self.planned.rows] if self.planned else [],
             "layers": [asdict(row) for row in self.applied.rows] if self.applied else [],

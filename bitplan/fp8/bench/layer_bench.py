@@ -205,7 +205,7 @@ class BenchRanks:
     count: int = 1
 
     def share(self, value: Any) -> Any:
-        """The first rank's value, on every rank."""
+        """Give every rank the first rank's value."""
         if self.count == 1:
             return value
         shared = [value if self.first else None]

@@ -394,7 +394,7 @@ def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Dec
 
 
 def _bounded(policy: Policy, question: Question, choice: Fp8Choice, apart: bool) -> Fp8Choice:
-    """The choice with the counts between which it stays the same."""
+    """Add to a choice the token counts between which it stays the same."""
     tokens = question.tokens or 1
     near = [rule for gemm in GEMMS for rule in alike_rules(policy, replace(question, gemm=gemm))]
     rules = Policy(near, policy.fingerprint, policy.speedup_threshold, policy.confidence, where=policy.where)

@@ -282,7 +282,7 @@ class ConfigObject:
         return None if self.values.get(key) in (None, 0) else self.size(key)
 
     def first_of(self, *keys: str) -> str:
-        """The first key that is present; else the first key, for the error to name."""
+        """Choose the first key that is present; if none is, the first of all, which the error then names."""
         return next((key for key in keys if self.values.get(key) is not None), keys[0])
 
     def names(self, **ours: str) -> dict[str, str]:

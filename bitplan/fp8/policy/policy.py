@@ -272,7 +272,7 @@ def _of_all_shapes(shapes: list[Fp8Decision]) -> Fp8Decision:
 
 
 def _at(rule: LayerRule, question: Question) -> Fp8Decision:
-    """The answer of one rule at this token count."""
+    """Ask one rule about this token count."""
     tokens = question.tokens or 0
     at = bisect_left([point.tokens for point in rule.points], tokens)
     after = rule.points[at] if at < len(rule.points) else None

@@ -224,7 +224,7 @@ class Graph:
         return reached
 
     def ahead(self, value: int, stops: Iterable[int]) -> tuple[set[int], bool]:
-        """The steps among `stops` that read what comes of a value, walking past none; and whether it is returned."""
+        """Follow a value forward to the first of `stops` on each way; also say whether the model returns it."""
         stop, reached, waiting, is_returned = set(stops), set(), [value], False
         for index in each_once(waiting):
             is_returned = is_returned or index in self.outputs
@@ -275,7 +275,7 @@ class Graph:
         return read if len(self.values[read.value].shape) == 1 else None
 
     def _share(self, step: Step, value: int) -> tuple[int, int, bool, int] | None:
-        """Which of equal shares of a last dimension a step cuts out: number, count, whether they alternate, of what."""
+        """Read a step that cuts equal shares out of a last dimension: its number, count, alternating or not, of what."""
         whole, got = self.values[step.inputs[0]].shape, self.values[value].shape
         if step.name in ("getitem", "unbind", "select") and len(whole) == len(got) + 1:
             return self._picked_share(step, value)

@@ -57,7 +57,7 @@ class SharedProduct:
         self._waiting = None
 
     def part(self, layer: int, x: Tensor, state: Any) -> Tensor | None:
-        """The part that waits for a layer; None where there is none for this tensor in this state."""
+        """Hand out the part of a joined product that was computed for this layer; None if none waits for `x`."""
         waiting = self._waiting
         if waiting is None or waiting[0] is not x or waiting[1] != state:
             return None

@@ -386,7 +386,7 @@ class ModelView:
         return self._shown_blocks.get(block, block) + name[len(block) :]
 
     def shown_parts(self) -> list[tuple[str, WeightUse]]:
-        """Parts in the order of the run under a name to show; of blocks that compute the same the first one alone."""
+        """Name the parts for a reader, in the order of the run; blocks that compute the same are shown once."""
         rows, seen = [], set()
         for part in sorted((part for parts in self.parts.values() for part in parts), key=lambda part: part.step):
             block, name = self.block_of(part.path), part.shown_path

@@ -26,7 +26,7 @@ _WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_pr
 
 @dataclass(frozen=True)
 class ParameterPlace:
-    """A Parameter by one of its names."""
+    """One name of a Parameter: the module that holds it and the name there."""
 
     name: str
     module: nn.Module

@@ -126,7 +126,7 @@ class Products:
         )
 
     def _bias_added(self, step: Step) -> str | None:
-        """A parameter that is added to a product and nothing else, as after Falcon's and Conv1D's products."""
+        """Find the bias of a product: a parameter that is added to it and used nowhere else (Falcon, Conv1D)."""
         readers = list(self.graph.final_readers(step.outputs[0]))
         if len(readers) != 1 or readers[0][0].name != "add":
             return None
