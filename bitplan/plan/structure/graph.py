@@ -275,7 +275,7 @@ class Graph:
         return read if len(self.values[read.value].shape) == 1 else None
 
     def _share(self, step: Step, value: int) -> tuple[int, int, bool, int] | None:
-        """Read a step that cuts equal shares out of a last dimension: its number, count, alternating or not, of what."""
+        """Read a step that cuts equal shares out of a last dimension: number, count, alternating or not, of what."""
         whole, got = self.values[step.inputs[0]].shape, self.values[value].shape
         if step.name in ("getitem", "unbind", "select") and len(whole) == len(got) + 1:
             return self._picked_share(step, value)
