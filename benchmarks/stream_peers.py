@@ -19,6 +19,7 @@ step, as in training. Each arm is a process of its own with a limit of its own, 
     ramtorch_bf16      the same with weights and states in BF16: half the bytes, and less exact than the others
     accelerate         cpu_offload of the frozen weights (adapters alone: full training with accelerate is FSDP2 or
                        DeepSpeed)
+    paired             adapters: the model on the GPU and slots="auto" by turns, so that a slow moment hits both
     resident           everything on the GPU: what "bounds" times, and for adapters the process of "bitplan", too
 
 TFLOP/s are 6 x weights x tokens by the step's time, whatever is computed again.
@@ -73,6 +74,7 @@ JOBS = (
     "full:fsdp2:8b:16384,4096",
     "full:ramtorch:8b:16384,4096",
     "lora:bitplan:8b:1024,4096,16384",
+    "lora:paired:8b:1024,4096",
     "lora:deepspeed:8b:4096,16384",
     "full:deepspeed_super:8b:16384,4096",
     "full:ramtorch_bf16:8b:16384",
@@ -441,9 +443,9 @@ ARMS: dict[str, Callable[[Job], Iterator[Arm]]] = {
 # ---- a job, in its own process ---------------------------------------------------------------------------------------
 
 
-def timed(step: Step, device: str, repeats: int) -> list[float]:
+def timed(step: Step, device: str, repeats: int, warm_up: int = WARM_UP) -> list[float]:
     times = []
-    for _ in range(WARM_UP + repeats):
+    for _ in range(warm_up + repeats):
         started = time.perf_counter()
         step()
         if device == "cuda":
@@ -452,7 +454,27 @@ def timed(step: Step, device: str, repeats: int) -> list[float]:
     return times
 
 
+def measure_paired(job: Job, repeats: int) -> Iterator[Row]:
+    """Steps of the model on the GPU and of `slots="auto"` by turns: rows of both, and their ratio turn by turn."""
+    arms = bitplan(job)
+    pair = [next(arms), next(arms)]
+    for tokens, x in job.batches():
+        steps = [arm.step_of(x) for arm in pair]
+        for step in steps:
+            timed(step, job.device, 1)
+        times = [[timed(step, job.device, 1, warm_up=0)[0] for step in steps] for _ in range(5 * repeats)]
+        row: Row = {"mode": job.mode, "shape": job.shape, "blocks": job.size.blocks, "tokens": tokens, "arm": "paired"}
+        row |= {"median_ms": statistics.median(auto for _, auto in times), "weights": pair[0].weights}
+        row |= {"resident_ms": statistics.median(resident for resident, _ in times), "step_ms": times}
+        row |= {"times_resident": statistics.median(auto / resident for resident, auto in times)}
+        row |= {"tflops_6nt": 6 * pair[0].weights * tokens / row["median_ms"] / 1e9}
+        yield row | {"host_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024} | pair[1].note()
+
+
 def measure(job: Job, repeats: int) -> Iterator[Row]:
+    if job.arm == "paired":
+        yield from measure_paired(job, repeats)
+        return
     for arm in ARMS["resident" if job.arm == "bounds" else job.arm](job):
         for tokens, x in job.batches():
             if job.device == "cuda":
@@ -553,6 +575,8 @@ def line_of(row: Row) -> str:
         return f"{head} {row['error'][:160]}"
     text = f"{head} {row['median_ms']:9.1f} ms {row['tflops_6nt']:7.1f} TFLOP/s by 6NT"
     text += f"  GPU {row.get('gpu_peak_bytes', 0) / 1e9:5.1f} GB  host {row['host_peak_bytes'] / 1e9:5.1f} GB"
+    if "times_resident" in row:
+        text += f"  {row['times_resident']:.3f} x the model on the GPU by turns ({row['resident_ms']:.1f} ms)"
     if "bound_ms" in row:
         text += f"  {row['times_bound']:.2f} x bound ({row['bound_by']} {row['bound_ms']:.1f})"
     return text
