@@ -98,7 +98,7 @@ class FitGoal:
     target   the engine that it shall run in
     kinds    of text of several kinds what counts, as in `Goal`
     ram      bytes of the host's memory, where weights may wait for which `memory`, the GPU's, has no room
-    ms       that a token may take then; unless given, as long as a usual uniform format with its best split
+    ms       that a token may take then; unless given, as long as a usual format with its best split, or a full GPU
     """
 
     memory: int

@@ -9,7 +9,8 @@ So a choice is a format and a place (`mxfp4`, or `mxfp4@host`), with bytes in ei
 
 A token takes the sum of these and `rest`, but no less than the host needs to launch it: `launch`. All of them were
 measured on the device that the model shall run on (`memory_probe`). The solver keeps to both memories, and to a
-time: that of `FitGoal.ms`, or else that of the uniform format next to `USUAL_BITS` with its best split.
+time: that of `FitGoal.ms`, or else that of the uniform format next to `USUAL_BITS` with its best split, and no less
+than reading the GPU's whole memory takes.
 """
 
 from __future__ import annotations
@@ -162,7 +163,8 @@ def place_goal(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, of_b
         return replace(within, us=left)
     usual = min(uniform_formats(joint), key=lambda fmt: (abs(bits_of(fmt) - USUAL_BITS), fmt))
     split = best_split(joint, usual, within)
-    return replace(within, us=max(split.us or 0.0, times.launch - times.rest))
+    full = goal.memory / times.gpu_rate  # a smaller format's time would leave room on the GPU
+    return replace(within, us=max(split.us or 0.0, full, times.launch - times.rest))
 
 
 def uniform_formats(joint: SearchEvidence) -> list[str]:

@@ -79,6 +79,17 @@ def test_less_damage_in_the_same_time_or_less_time_with_the_same_damage_than_one
     assert least.nats <= split.nats
 
 
+def test_where_the_usual_format_lies_on_the_gpu_larger_ones_may_use_the_room_that_it_leaves():
+    goal = FitGoal(6 * NUMBERS + 100, 64, ram=10 * NUMBERS)
+    times = replace(TIMES, launch=0.0)
+    placed = with_places(drawn(), times, goal)
+    limit = place_goal(placed, times, goal, Goal(nbytes=goal.memory))
+    found = solve(placed, limit)
+    assert {*best_split(placed, "mxfp4", limit).choice.values()} == {"mxfp4"}
+    assert found.nats <= best_split(placed, "int8_row", limit).nats
+    assert found.nbytes > 5 * NUMBERS
+
+
 def test_what_crosses_comes_first_among_equal_layers():
     placed = with_places(drawn(), TIMES, FitGoal(NUMBERS, 64, ram=10 * NUMBERS))
     choice = dict.fromkeys(placed.groups, "mxfp4") | {"model.layers.3.mlp.down_proj": in_host("mxfp4")}
