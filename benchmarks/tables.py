@@ -699,16 +699,34 @@ def _by_target(key: str, rows: list[dict[str, Any]], cell: Callable[[dict[str, A
     return "\n".join(lines)
 
 
-def _vllm_rows() -> list[dict[str, Any]]:
-    return [row for row in _read("engine_vllm")["rows"] if row["family"] == "lm26m" and "vllm" in row]
+def _vllm_rows(result: str = "engine_vllm") -> list[dict[str, Any]]:
+    return [row for row in _read(result)["rows"] if row["family"] == "lm26m" and "vllm" in row]
 
 
-def vllm_table() -> str:
+def vllm_table(result: str = "engine_vllm", where: str = "") -> str:
     """Means of log-probabilities in vLLM and here, and how far a single token is off."""
-    lines = ["| lm26m as | vLLM | bitplan | largest difference of a token | bound |", "|---|---|---|---|---|"]
-    for row in _vllm_rows():
+    lines = [f"| lm26m{where} as | vLLM | bitplan | largest difference of a token | bound |", "|---|---|---|---|---|"]
+    for row in _vllm_rows(result):
         figures = (row[key] for key in ("vllm", "bitplan", "largest_difference", "bound"))
         lines.append(f"| {row['case']} | " + " | ".join(f"{figure:.4f}" for figure in figures) + " |")
+    return "\n".join(lines)
+
+
+def vllm_cuda_table() -> str:
+    return vllm_table("engine_vllm_nvidia_h200", " on an H200")
+
+
+def vllm_speed_table() -> str:
+    """Tokens a second at 1 and 64 sequences in vLLM and here, of one shape after 512 tokens."""
+    ours: dict[tuple[str, int], float] = {}
+    for row in _read("decode_8b_nvidia_h200")["rows"]:
+        if row["mode"] == "graph" and row["size"] == "8b":
+            ours[row["format"], row["batch"]] = row["ms"]
+    lines = ["| 8B's shape, 16 layers | sequences | vLLM | bitplan |", "|---|---|---|---|"]
+    for row in _read("engine_vllm_nvidia_h200")["speed"]:
+        for sequences, rate in row.get("tokens_a_second", {}).items():
+            here = 1e3 * int(sequences) / ours[row["format"], int(sequences)]
+            lines.append(f"| {row['format']} | {sequences} | {rate:,.0f} | {here:,.0f} |")
     return "\n".join(lines)
 
 
@@ -851,7 +869,7 @@ PLACES = {  # page: its tables
         trees_fits_table,
         trees_gpu_table,
     ),
-    "docs/engines.md": (engines_table, folders_table, vllm_table),
+    "docs/engines.md": (engines_table, folders_table, vllm_table, vllm_cuda_table, vllm_speed_table),
     "docs/search.md": (searched_table, searched_smollm2_table),
     "docs/fit.md": (fit_table,),
 }

@@ -10,9 +10,8 @@
 | scale-saturated | scales at the end of their range: E8M0 byte 254, infinity, or many E4M3 448 or uint8 255 that clip |
 | scale-underflow | scales that fell to zero, or nearly, under codes that are not zero |
 | undefined-code | codes that stand for no number: NaN in 8-bit floats, ternary's fourth pattern |
-| unwritten-code | -128 in GGUF's Q8_0, whose scale is max |x| / 127, so that its encoders never write it |
 
-One pass, in pieces of 16 MiB. Codes are read only where they can be wrong (8-bit floats, ternary, -128 in Q8_0), or
+One pass, in pieces of 16 MiB. Codes are read only where they can be wrong (8-bit floats, ternary), or
 where a scale lies at an end of its range: every nibble of E2M1 is a number, so for a gpt-oss expert the scales are
 enough. Codes are counted only in pieces where something is wrong, so that a sound file is read at the speed of the
 disk. `bitplan.formats.scale_checks` explains each count.
@@ -57,8 +56,6 @@ from bitplan.plan.structure.families import guess_role
 
 # If scales share a base, one of them is at the top by design, and by chance a few more.
 MANY_BLOCKS, MANY_SHARE = 2, 0.01
-# Every encoder of Q8_0 takes the scale max |x| / 127.
-NEVER_WRITTEN = {"q8_0_gguf": -128}
 OnBytes = Callable[[int, str], None]
 
 
@@ -84,8 +81,8 @@ def check_packed(packed: PackedTensor, done: OnBytes) -> list[Finding]:
     """Findings about one packed tensor; `done(bytes, name)` is called for every piece."""
     fmt, base, blocks = packed.fmt, None, 0
     assert fmt is not None
-    counts = {name: _Count() for name in (*_FLAGS, "unwritten")}
-    read_scales = packed.read_scales if every_code_is_defined(fmt) and fmt.name not in NEVER_WRITTEN else None
+    counts = {name: _Count() for name in _FLAGS}
+    read_scales = packed.read_scales if every_code_is_defined(fmt) else None
     blocks_per_step = math.prod(packed.grid) // max(packed.steps, 1)
     for start, stop in packed.spans():
         done((stop - start) * packed.nbytes // packed.steps, packed.name)
@@ -102,10 +99,6 @@ def check_packed(packed: PackedTensor, done: OnBytes) -> list[Finding]:
             flags = block_flags(_blocks_at(encoded, picked))
             for name in _FLAGS:
                 counts[name].add(getattr(flags, name), picked + places.start)
-        never = NEVER_WRITTEN.get(fmt.name)
-        if never is not None and places and int(encoded.data.amin()) == never:
-            per_block = (encoded.data.reshape(len(places), -1) == never).sum(dim=-1)
-            counts["unwritten"].add(per_block, torch.arange(places.start, places.stop))
     return list(_findings(packed, counts, blocks, base))
 
 
@@ -175,8 +168,6 @@ def _findings(
         yield scales("scale-underflow", counts["underflowed"], f"{which}, over codes that are not zero", advice)
     if counts["undefined"].count:
         yield codes("undefined-code", counts["undefined"], "stand for no number")
-    if counts["unwritten"].count:
-        yield codes("unwritten-code", counts["unwritten"], "are -128, which its encoders never write")
 
 
 def index_of(offset: int, shape: tuple[int, ...]) -> list[int]:
