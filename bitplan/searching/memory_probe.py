@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,17 +28,22 @@ from bitplan.searching.engine_memory import EngineMemory, Held
 from bitplan.searching.goal import EvidenceFileError, SearchError
 
 LAYERS, VOCABULARY, ROWS_AT_ONCE = 2, 512, 2048
-DECODED_SHAPE = (2048, 4096)
+DECODED_SHAPES = ((2048, 4096), (8192, 4096))
 PROBE_S = 600.0
 MEMORY, DOCUMENT, VERSION = "memory.json", "bitplan-memory", 1
 
 
 def _are_sizes(item: Any) -> bool:
-    return type(item) is dict and all(is_number(value) and 0 <= value < 1e3 for value in item.values())
+    pairs = item.values() if type(item) is dict else [None]
+    return all(type(pair) is list and len(pair) == 2 and all(map(_is_size, pair)) for pair in pairs)
+
+
+def _is_size(value: Any) -> bool:
+    return is_number(value) and 0 <= value < 1e12
 
 
 PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE, "times": OBJECT, "floor": SIZE}
-PROBE_KEYS["decoded"] = Kind("an object of formats to bytes", _are_sizes)
+PROBE_KEYS["decoded"] = Kind("an object of formats to [bytes, bytes a number]", _are_sizes)
 WIDE, NARROW, MORE_LAYERS = "int8_row", "mxfp4", 4  # formats and layers whose tokens are timed
 TIMED_TOKENS, WARM_TOKENS = 12, 4
 SHORTEST = 1e-7  # microseconds a byte: 10 TB/s
@@ -80,7 +85,7 @@ class MemoryProbe:
     """Bytes beside weights, keys and values, for a context and batch on a device; and for two memories, times.
 
     On a GPU `floor` are those that stay between products, and `decoded` is what a product with a decoded weight takes
-    while it runs, by format, in bytes a weight.
+    while it runs, by format: bytes of any weight, and of each of its numbers.
     """
 
     context: int
@@ -89,7 +94,7 @@ class MemoryProbe:
     nbytes: int
     times: TokenTimes | None = None
     floor: int | None = None
-    decoded: Mapping[str, float] | None = None
+    decoded: Mapping[str, Sequence[float]] | None = None
 
     def is_of(self, context: int, batch: int, device: str, *, timed: bool = False) -> bool:
         same = (self.context, self.batch, self.device) == (context, batch, device)
@@ -279,28 +284,33 @@ def _storage_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _decoded_bytes(place: Any) -> dict[str, float]:
-    """What decoding a weight takes, by format: the numbers, and what is there until they are made."""
+def _decoded_bytes(place: Any) -> dict[str, tuple[float, float]]:
+    """What decoding a weight takes, by format: bytes of any weight, and bytes a number more."""
     import torch
 
     from bitplan.formats import Encoded, get_format
     from bitplan.formats.dispatch import decode
     from bitplan.searching.runtime_formats import target_of
 
-    found: dict[str, float] = {}
+    found: dict[str, tuple[float, float]] = {}
     for name in target_of("bitplan").formats:
         fmt = get_format(name)
         if fmt.is_cast:
             continue
-        parts = {
-            part: torch.zeros(size, dtype=dtype, device=place)
-            for part, (dtype, size) in fmt.part_shapes(DECODED_SHAPE).items()
-        }
-        torch.cuda.synchronize(place)
-        before = torch.cuda.memory_allocated(place)
-        torch.cuda.reset_peak_memory_stats(place)
-        decode(Encoded(fmt, DECODED_SHAPE, **parts), torch.bfloat16)
-        found[name] = (torch.cuda.max_memory_allocated(place) - before) / (DECODED_SHAPE[0] * DECODED_SHAPE[1])
+        taken = []
+        for shape in DECODED_SHAPES:
+            parts = {
+                part: torch.zeros(size, dtype=dtype, device=place)
+                for part, (dtype, size) in fmt.part_shapes(shape).items()
+            }
+            torch.cuda.synchronize(place)
+            before = torch.cuda.memory_allocated(place)
+            torch.cuda.reset_peak_memory_stats(place)
+            decode(Encoded(fmt, shape, **parts), torch.bfloat16)
+            taken.append(torch.cuda.max_memory_allocated(place) - before)
+        few, many = (rows * cols for rows, cols in DECODED_SHAPES)
+        each = max(0.0, (taken[1] - taken[0]) / (many - few))
+        found[name] = max(0.0, taken[0] - few * each), each
     return found
 
 

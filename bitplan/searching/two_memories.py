@@ -80,20 +80,22 @@ def with_workspace(joint: SearchEvidence, probe: MemoryProbe) -> SearchEvidence:
         return joint
     tables, lookups = _tables(joint), _lookups(joint)
     layers = [_at_once(group) for name, group in joint.groups.items() if name not in tables and is_weight(group)]
-    counted = max(layers, default=0) * probe.decoded[WIDE]
+    known = {fmt: tuple(pair) for fmt, pair in probe.decoded.items()}
+    counted = known[WIDE][0] + max(layers, default=0) * known[WIDE][1]
     groups = {}
     for name, group in joint.groups.items():
         shapes = [shape for shape, _ in group.tensors.values()]
         formats = {}
         for fmt, cost in group.formats.items():
             stored = weight_format(fmt)
-            more = _at_once(group) * probe.decoded.get(stored, 0.0)
+            any_weight, each = known.get(stored, (0.0, 0.0))
+            more = any_weight + _at_once(group) * each
             if name in tables:
                 is_fused = probe.batch <= FEW_ROWS and scale_bytes(stored, shapes, on_gpu=True) > 0
                 more = 0.0 if is_fused or name in lookups else probe.floor + more - probe.nbytes
             elif is_weight(group):
                 more -= counted
-            formats[fmt] = replace(cost, workspace=max(0, int(more)) if stored in probe.decoded else 0)
+            formats[fmt] = replace(cost, workspace=max(0, int(more)) if stored in known else 0)
         groups[name] = replace(group, formats=formats)
     return replace(joint, groups=groups)
 

@@ -124,9 +124,12 @@ def test_what_no_plan_reaches_says_what_one_does(limit, said):
         solve(placed, limit)
 
 
+DECODED = {"int8_row": [0.0, 2.0], "mxfp4": [0.0, 2.0], "q8_0_gguf": [1.0 * NUMBERS, 5.0]}
+
+
 def test_the_largest_workspace_of_a_choice_counts_once():
     """A head that is decoded as a whole takes more while it runs than layers of a few formats do."""
-    probe = MemoryProbe(64, 1, "cuda", 3 * NUMBERS, None, NUMBERS, {"int8_row": 2.0, "mxfp4": 2.0, "q8_0_gguf": 6.0})
+    probe = MemoryProbe(64, 1, "cuda", 3 * NUMBERS, None, NUMBERS, DECODED)
     evidence = drawn(2)
     for group in evidence.groups.values():
         group.formats["q8_0_gguf"] = FormatCost(NUMBERS, 0.005)
@@ -193,7 +196,14 @@ def test_times_are_measured_with_weights_in_either_memory():
 
 
 @pytest.mark.parametrize(
-    "probe", [3, {}, {"context": 1}, {**fake_probe("", 64, 1).to_dict(), "times": {}}, {"decoded": {"mxfp4": "2"}}]
+    "probe",
+    [
+        3,
+        {},
+        {"context": 1},
+        {**fake_probe("", 64, 1).to_dict(), "times": {}},
+        {**fake_probe("", 64, 1).to_dict(), "decoded": {"mxfp4": [2]}},
+    ],
 )
 def test_a_damaged_probe_is_refused_by_its_name(probe, tmp_path):
     document = {"document": "bitplan-memory", "version": 1, "probes": [probe]}
