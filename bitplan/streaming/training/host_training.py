@@ -465,7 +465,7 @@ class HostTraining:
         flags, what = update.ready.pop(block), f"{block}, step {gradients.step}: update"
         try:
             own = {f"{block}.{name}" for name in self._weights[block]}
-            self._refuse_not_finite([name for name in self._finite.not_finite(flags) if name in own], gradients.step)
+            self._refuse_not_finite([name for name in self._finite.not_finite(flags) if name in own], gradients)
             self.wait_for_readers(block)
             if not update.begun:
                 self._make_states(update.settings, self._keys)
@@ -626,14 +626,14 @@ class HostTraining:
 
     def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> bool:
         self._await_arrival(gradients)
-        self._refuse_not_finite(self._finite.not_finite(flags), gradients.step)
+        self._refuse_not_finite(self._finite.not_finite(flags), gradients)
         return True
 
-    def _refuse_not_finite(self, bad: Sequence[str], step: int) -> None:
+    def _refuse_not_finite(self, bad: Sequence[str], gradients: StepGradients) -> None:
         if bad:
-            raise BlockNonFiniteError(
-                f"{bad[0]}, step {step}: gradient holds NaN or infinity; the masters are as they were before the step"
-            )
+            is_changed = gradients.update is not None and gradients.update.begun
+            masters = "some masters have been stepped" if is_changed else "the masters are as they were before the step"
+            raise BlockNonFiniteError(f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; {masters}")
 
     def _await_arrival(self, gradients: StepGradients) -> None:
         gradients.require_backward_ended()
