@@ -206,7 +206,7 @@ def sent(made: Any) -> Any:
     if isinstance(made, Encoded):
         return SentEncoded(made.fmt.name, made.shape, {name: sent(part) for name, part in made.parts.items()})
     if isinstance(made, (tuple, list)):
-        return [sent(future) for future in made]
+        return [sent(item) for item in made]
     return made
 
 
