@@ -30,7 +30,7 @@ from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
 
 if TYPE_CHECKING:
-    from bitplan.packed.products.cpu_steps import StepLoops
+    from bitplan.packed.language.token_loops import StepLoops
 
 TOLERANCE = 1e-4  # of the largest input of a product
 ROOM = 256  # tokens by which memory for keys and values grows
@@ -168,9 +168,9 @@ def _loops_for(hidden: int, queries: int, heads: int, width: int) -> StepLoops |
     """Compiled loops for these sizes, where numba is here; else operators of torch do the same."""
     if importlib.util.find_spec("numba") is None:
         return None
-    from bitplan.packed.products import cpu_steps
+    from bitplan.packed.language import token_loops
 
-    return cpu_steps.StepLoops(hidden, queries, heads, width) if cpu_steps.fits(hidden, width) else None
+    return token_loops.StepLoops(hidden, queries, heads, width) if token_loops.fits(hidden, width) else None
 
 
 class TokenSteps:

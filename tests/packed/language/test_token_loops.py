@@ -7,8 +7,8 @@ import torch
 from torch.nn import functional
 
 pytest.importorskip("numba")
-from bitplan.packed.products import cpu_steps
-from bitplan.packed.products.cpu_steps import LANES, StepLoops, fits
+from bitplan.packed.language import token_loops
+from bitplan.packed.language.token_loops import LANES, StepLoops, fits
 
 
 @pytest.mark.parametrize("hidden", [LANES, 576])
@@ -50,10 +50,10 @@ def test_a_long_text_is_mixed_by_several_threads_to_the_same_numbers(monkeypatch
     made, held, cos, sin = torch.randn(1, 10 * 64), torch.randn(2, 2, 300, 64), torch.ones(64), torch.zeros(64)
     one = StepLoops(LANES, 6, 2, 64).attention(made.clone(), held.clone(), 290, cos, sin)
     started: list[int] = []
-    run = cpu_steps.run
-    monkeypatch.setattr(cpu_steps, "LEAST_FOR_THREADS", 0)
-    monkeypatch.setattr(cpu_steps, "thread_count", lambda: 8)
-    monkeypatch.setattr(cpu_steps, "run", lambda *words: (started.append(words[2]), run(*words)))
+    run = token_loops.run
+    monkeypatch.setattr(token_loops, "LEAST_FOR_THREADS", 0)
+    monkeypatch.setattr(token_loops, "thread_count", lambda: 8)
+    monkeypatch.setattr(token_loops, "run", lambda *words: (started.append(words[2]), run(*words)))
     assert torch.equal(StepLoops(LANES, 6, 2, 64).attention(made, held, 290, cos, sin), one)
     assert started == [2]  # no more than there are heads
 
