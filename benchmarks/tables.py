@@ -730,6 +730,39 @@ def vllm_speed_table() -> str:
     return "\n".join(lines)
 
 
+def experts_table() -> str:
+    """Steps of a mixture whose experts cross by use: medians by text and by what crosses."""
+    document = _read("stream_experts_nvidia_h200")
+    lines = [
+        "| text | experts | ms a step | chosen | GB sent | GB of weights on the GPU |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in document["rows"]:
+        chosen = f"{row['chosen_share']:.0%}" if "chosen_share" in row else ""
+        sent = f"{row['bytes_h2d'] / 1e9:.2f}" if "bytes_h2d" in row else ""
+        cells = [row["text"], row["arm"], f"{row['median_ms']:.0f}", chosen, sent, f"{row['weight_bytes'] / 1e9:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def controller_table() -> str:
+    """Trainings that a controller decides beside streamed BF16: loss and time of every seed that has both."""
+    lines = [
+        "| model | seeds | loss, BF16 | loss, controlled | speed while decided | speed of the whole run |",
+        "|---|---|---|---|---|---|",
+    ]
+    for size, run in _read("run_controller_nvidia_h200")["sizes"].items():
+        summary, shape = run["summary"], run["shape"]
+        ways = [summary[way] for way in ("bf16", "controlled")]
+        losses = [
+            f"{way['loss_mean']:.4f} ({' to '.join(f'{loss:.3f}' for loss in way['loss_min_max'])})" for way in ways
+        ]
+        speeds = [f"{summary[key]['mean']:.2f}" for key in ("speed_ms", "speed_whole_ms")]
+        name = f"{size}: hidden {shape['hidden']}, {shape['layers']} layers"
+        lines.append("| " + " | ".join([name, str(len(summary["seeds"])), *losses, *speeds]) + " |")
+    return "\n".join(lines)
+
+
 NOT_MEASURED = "not measured"
 
 
@@ -863,6 +896,8 @@ PLACES = {  # page: its tables
         families_table,
         folder_families_table,
         trees_table,
+        experts_table,
+        controller_table,
     ),
     "docs/trees.md": (
         trees_precision_table,
