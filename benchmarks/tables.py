@@ -873,7 +873,6 @@ PLACES = {  # page: its tables
     "docs/streaming.md": (streaming_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
-        fp8_training_table,
         fp8_training_speed_table,
     ),
     "docs/log.md": (
@@ -889,6 +888,7 @@ PLACES = {  # page: its tables
         fp8_full_table,
         fp8_grouped_table,
         fp8_fsdp_table,
+        fp8_training_table,
         rounding_gguf_table,
         fused_table,
         quality_table,
