@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # sums of the same order every time
 
@@ -84,7 +84,8 @@ def make_model(layers: int, device: torch.device, *, tiny: bool) -> nn.Module:
                     one.normal_(std=0.02)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.enable_input_require_grads()
-    return model.train()
+    trained: nn.Module = model.train()
+    return trained
 
 
 def texts(name: str, hidden: int, tokens: int, device: torch.device) -> Iterator[Tensor]:
@@ -227,7 +228,8 @@ def causes(device: torch.device, *, tiny: bool) -> dict[str, bool]:
 
     def attention_backward() -> Tensor:
         leaf = heads.clone().requires_grad_()
-        out = nn.functional.scaled_dot_product_attention(*leaf.unbind(), is_causal=True)
+        query, key, value = leaf.unbind()
+        out = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         out.float().square().sum().backward()
         assert leaf.grad is not None
         return leaf.grad
@@ -269,7 +271,7 @@ def open_arms(model: nn.Module, device: StreamDevice, cache_bytes: int, stack: E
 def measure(arguments: argparse.Namespace, device: StreamDevice, document: dict[str, Any]) -> None:
     """Fill in the document part by part, so that what breaks off later loses nothing."""
     model = make_model(arguments.layers, device.torch_device, tiny=arguments.tiny)
-    hidden = model.config.hidden_size
+    hidden: int = cast(Any, model).config.hidden_size
     parameters = sum(one.numel() for one in model.parameters())
     document["model"] |= {"parameters": parameters}
     try:
