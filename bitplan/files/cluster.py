@@ -145,29 +145,42 @@ def opened_as_here(source: Path, sizes: Mapping[str, int], opening: Callable[[],
 # ---- in a worker -----------------------------------------------------------------------------------------------------
 
 
-class _Makers(threading.local):
-    """Those of a thread: a file that is open has one reader at a time."""
-
-    def __init__(self) -> None:
-        self.by_run: dict[str, Maker] = {}
-
-
-_makers = _Makers()
+# Of a run and a thread, for a file that is open has one reader at a time.
+_makers: dict[tuple[str, int], Maker] = {}
+_working: set[tuple[str, int]] = set()
 _ended: set[str] = set()
+_changing = threading.Lock()
 
 
 def _make(run: str, prepare: Callable[[], Maker], job: Any) -> Any:
-    known = _makers.by_run
-    for other in [name for name in known if name in _ended]:
-        known.pop(other).close()
-    if run not in known:
-        known[run] = prepare()
-    return sent(known[run].make(job))
+    mine = run, threading.get_ident()
+    with _changing:
+        _working.add(mine)
+        maker = _makers.get(mine)
+    try:
+        if maker is None:
+            maker = prepare()
+            with _changing:
+                _makers[mine] = maker
+        return sent(maker.make(job))
+    finally:
+        with _changing:
+            _working.remove(mine)
+        if run in _ended:
+            _close_idle(run)
 
 
 def _forget(run: str) -> None:
-    """Makers of a run are closed by their own threads, when those next have something to do."""
+    """Close a run's makers; one that still works is closed by its own thread."""
     _ended.add(run)
+    _close_idle(run)
+
+
+def _close_idle(run: str) -> None:
+    with _changing:
+        idle = [_makers.pop(key) for key in list(_makers) if key[0] == run and key not in _working]
+    for maker in idle:
+        maker.close()
 
 
 def _version() -> str:
