@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import io
 import logging
+import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
@@ -86,9 +87,21 @@ def foreign_faults(
         raise kind(f"{where}: {foreign_reason(error)}{hint}", settings=settings) from error
 
 
+_one_at_a_time = threading.RLock()
+
+
 @contextmanager
 def silence_transformers() -> Iterator[None]:
-    """Hide transformers' progress bars: callers show their own, and the bar of GGUF's dequantization has no switch."""
+    """Hide transformers' progress bars: callers show their own, and the bar of GGUF's dequantization has no switch.
+
+    One thread at a time: stderr is the process's, and so are the patches of its own classes under which transformers
+    makes a model. Two threads that leave them in another order would leave them on.
+    """
+    with _one_at_a_time:
+        yield from _silenced()
+
+
+def _silenced() -> Iterator[None]:
     from transformers.utils import logging as theirs
 
     had_bar, level = theirs.is_progress_bar_enabled(), theirs.get_verbosity()

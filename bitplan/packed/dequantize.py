@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import StoreError
+from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats.dispatch import decode
 from bitplan.packed.checkpoints.tensor_sources import forget
 from bitplan.packed.layer_replacement import are_columns
@@ -84,7 +85,7 @@ def _skeleton(model: Any, path: str) -> nn.Module:
         del config.quantization_config
     from transformers import initialization
 
-    with torch.device("meta"), initialization.no_tie_weights():
+    with silence_transformers(), torch.device("meta"), initialization.no_tie_weights():
         skeleton: nn.Module = type(model)._from_config(config)
     return skeleton
 

@@ -66,7 +66,7 @@ def scale_bytes(fmt: str, shapes: Iterable[tuple[int, ...]], *, on_gpu: bool) ->
     """Bytes of scales in a kernel's order, which lie on a GPU beside weights that are multiplied as they are packed."""
     if not on_gpu or get_format(fmt).is_cast:
         return 0
-    from bitplan.packed.products.fused_weights import arranged_bytes
+    from bitplan.packed.products.fused import arranged_bytes
 
     return sum(arranged_bytes(get_format(fmt), shape) for shape in shapes)
 

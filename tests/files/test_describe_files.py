@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
@@ -13,6 +16,7 @@ import transformers
 from bitplan import describe
 from bitplan.base.errors import StoreError
 from bitplan.cli import run
+from bitplan.files import describe_files
 from bitplan.files.engines.targets import ExportRequest, prepare_export
 from bitplan.files.safetensors import write_safetensors
 
@@ -127,3 +131,33 @@ def test_inspect_shows_structure_as_a_table_json_and_a_chart(folder: Path, capsy
     assert "  N1 --> N2" in chart
     assert run(["inspect", str(folder), "--chart"]) == 2
     assert "--structure" in capsys.readouterr().err
+
+
+def test_models_made_in_two_threads_leave_transformers_as_it_was(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """transformers leaves ties out by a patch of its class: two that overlap would leave the patch on."""
+    first_is_inside, second_is_inside, first_has_left = (threading.Event() for _ in range(3))
+    model_class, tie_weights = describe_files.model_class, transformers.PreTrainedModel.tie_weights
+
+    def waiting(where: Path, config: Any) -> Any:
+        if first_is_inside.is_set():
+            second_is_inside.set()
+            first_has_left.wait(10)
+        else:
+            first_is_inside.set()
+            second_is_inside.wait(0.3)
+        return model_class(where, config)
+
+    monkeypatch.setattr(describe_files, "model_class", waiting)
+    threads = [threading.Thread(target=lambda: describe_files.empty_model(folder, ties=False)) for _ in range(2)]
+    threads[0].start()
+    assert first_is_inside.wait(10)
+    threads[1].start()
+    threads[0].join()
+    first_has_left.set()
+    threads[1].join()
+    assert second_is_inside.is_set()
+    assert transformers.PreTrainedModel.tie_weights is tie_weights
+    print("seen", file=sys.stderr)
+    assert "seen" in capsys.readouterr().err

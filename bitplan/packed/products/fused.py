@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from bitplan.formats import Encoded
+from bitplan.formats.format import Format
 from bitplan.packed.products.cpu_fused import FusedOnCpu, IntegersOnCpu, RoundedFirst
 
 Launch = Mapping[str, int]
@@ -200,3 +201,18 @@ def _find(device_type: str, input: str | None) -> FusedMatmul | None:
         if error.name is None or error.name.split(".")[0] != "triton":
             raise
         return None
+
+
+def arranged_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
+    """Bytes of what `arrange_scales` makes of a weight [..., N, K] and holds beside it; 0 where it is not fused."""
+    from bitplan.packed.products.fused_weights import FUSED_FORMATS, WIDEST_STEP
+
+    if fmt.name not in FUSED_FORMATS or len(shape) < 2:
+        return 0
+    experts, outputs = math.prod(shape[:-2]), shape[-2]
+    counters = 32 * -(-outputs // 16)
+    if fmt.block.cols is None:  # of whole rows they stay where they are, but for FP8's
+        return counters + (4 * experts * outputs if fmt.name == "fp8_e4m3_row" else 0)
+    dtype, (*_, groups) = fmt.part_shapes(shape)["scales"]
+    whole = 1 if fmt.block.cols == 128 else WIDEST_STEP // fmt.block.cols
+    return counters + experts * outputs * -(-groups // whole) * whole * dtype.itemsize

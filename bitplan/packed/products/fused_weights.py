@@ -7,7 +7,6 @@ a sector of memory is not fetched for four bytes of it.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import NamedTuple
@@ -127,19 +126,6 @@ def arrange_scales(weight: Encoded) -> ArrangedScales:
     else:
         scales = scales.squeeze(-1)
     return ArrangedScales(scales.contiguous(), factor, _counters(outputs, weight.device))
-
-
-def arranged_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
-    """Bytes of what `arrange_scales` makes of a weight [..., N, K] and holds beside it; 0 where it is not fused."""
-    if fmt.name not in FUSED_FORMATS or len(shape) < 2:
-        return 0
-    experts, outputs = math.prod(shape[:-2]), shape[-2]
-    counters = 32 * -(-outputs // 16)
-    if fmt.block.cols is None:  # of whole rows they stay where they are, but for FP8's
-        return counters + (4 * experts * outputs if fmt.name == "fp8_e4m3_row" else 0)
-    dtype, (*_, groups) = fmt.part_shapes(shape)["scales"]
-    whole = 1 if fmt.block.cols == 128 else WIDEST_STEP // fmt.block.cols
-    return counters + experts * outputs * -(-groups // whole) * whole * dtype.itemsize
 
 
 def join_scales(parts: Sequence[ArrangedScales]) -> ArrangedScales | None:

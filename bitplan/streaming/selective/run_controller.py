@@ -187,7 +187,7 @@ def choose_option(parts: Option, times: Mapping[str, float], least_gain: float) 
     return Chosen(option, {part: gains[part] for part in option}, None)
 
 
-class Decided(NamedTuple):
+class RowDecision(NamedTuple):
     """A row's format from now on, and why."""
 
     name: str
@@ -203,7 +203,7 @@ def choose_rows(
     impacts: Mapping[str, float],
     budget: float,
     locked: frozenset[str],
-) -> list[Decided]:
+) -> list[RowDecision]:
     """Which rows are low: those whose part saves time, by impact for the time saved, within the budget."""
     blocks = len({row.block for row in rows})
     asked = [row for row in rows if row.part in gains and row.name in impacts and row.name not in locked]
@@ -220,10 +220,10 @@ def choose_rows(
         if row.part in gains:
             evidence["ms_saved"] = gains[row.part] / blocks
         if row.name in chosen.reasons:
-            decided.append(Decided(row.name, row.name in chosen.names, chosen.reasons[row.name], evidence))
+            decided.append(RowDecision(row.name, row.name in chosen.names, chosen.reasons[row.name], evidence))
         elif row.name in low:
             why = "raised by loss feedback" if row.name in locked else f"low {row.part} was not measured to save time"
-            decided.append(Decided(row.name, False, why, evidence))
+            decided.append(RowDecision(row.name, False, why, evidence))
     return decided
 
 
@@ -399,7 +399,7 @@ class RunController(Closing):
                 change = self._script.pop(0)
                 row = self.rows[change.name]
                 is_low = change.to != row.high
-                self._note(step, [Decided(change.name, is_low, change.reason, dict(change.evidence))])
+                self._note(step, [RowDecision(change.name, is_low, change.reason, dict(change.evidence))])
         elif step >= self.settings.final_from:
             self._raise(step)
         elif self._is_timed(step):
@@ -448,7 +448,7 @@ class RunController(Closing):
         self._note(
             step,
             [
-                Decided(row.name, row.part in wanted, f"timed: {option_key(wanted)}", {"ms": self.times})
+                RowDecision(row.name, row.part in wanted, f"timed: {option_key(wanted)}", {"ms": self.times})
                 for row in self.rows.values()
                 if row.low is not None
             ],
@@ -491,7 +491,7 @@ class RunController(Closing):
             evidence = {"loss": shown, "loss_high": high, "impact": worst}
             reason = f"loss feedback: {loss:.6g} with the plan, {high:.6g} all high; the greatest impact goes high"
             state.locked += names
-            self._note(step, [Decided(name, False, reason, dict(evidence)) for name in names])
+            self._note(step, [RowDecision(name, False, reason, dict(evidence)) for name in names])
 
     def _raise(self, step: int) -> None:
         """The last part of the schedule."""
@@ -508,7 +508,7 @@ class RunController(Closing):
         due = [name for at, name in state.queue if at <= step and name in state.low]
         reason = f"final part of the schedule, from step {settings.final_from}: by falling impact"
         evidence = {name: {"impact": state.impacts.get(name), "noise": state.noise} for name in due}
-        self._note(step, [Decided(name, False, reason, evidence[name]) for name in due])
+        self._note(step, [RowDecision(name, False, reason, evidence[name]) for name in due])
 
     # ---- measuring ---------------------------------------------------------------------------------------------------
 
@@ -593,7 +593,7 @@ class RunController(Closing):
 
     # ---- changes -----------------------------------------------------------------------------------------------------
 
-    def _note(self, step: int, decided: Sequence[Decided]) -> None:
+    def _note(self, step: int, decided: Sequence[RowDecision]) -> None:
         """Take over what differs from now, with a line in the log for each."""
         state, lines = self.state, []
         low = set(state.low)
