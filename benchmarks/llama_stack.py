@@ -55,10 +55,34 @@ def rotary(size: Size) -> tuple[Tensor, Tensor]:
     return angles.cos().to(size.dtype), angles.sin().to(size.dtype)
 
 
-class LlamaBlock(nn.Module):
+class Attention(nn.Module):
+    """Causal attention of a llama's block, whose layers q, k, v and o and tables of rotations a subclass makes."""
+
     cos: Tensor
     sin: Tensor
+    width: int
+    q: nn.Module
+    k: nn.Module
+    v: nn.Module
+    o: nn.Module
 
+    def _attention(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            self._rotate(query), self._rotate(key), value, is_causal=True, enable_gqa=key.shape[1] < query.shape[1]
+        )
+        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _rotate(self, x: Tensor) -> Tensor:
+        low, high = x.chunk(2, dim=-1)
+        out: Tensor = x * self.cos + torch.cat((-high, low), dim=-1) * self.sin
+        return out
+
+
+class LlamaBlock(Attention):
     def __init__(self, size: Size) -> None:
         super().__init__()
         self.width = size.hidden // size.heads
@@ -81,21 +105,6 @@ class LlamaBlock(nn.Module):
         x = x + self._attention(functional.rms_norm(x, x.shape[-1:], self.norms[0]))
         hidden = functional.rms_norm(x, x.shape[-1:], self.norms[1])
         out: Tensor = x + self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
-        return out
-
-    def _attention(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
-        mixed = functional.scaled_dot_product_attention(
-            self._rotate(query), self._rotate(key), value, is_causal=True, enable_gqa=key.shape[1] < query.shape[1]
-        )
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        low, high = x.chunk(2, dim=-1)
-        out: Tensor = x * self.cos + torch.cat((-high, low), dim=-1) * self.sin
         return out
 
 

@@ -47,7 +47,7 @@ from typing import Any, cast
 
 import harness
 import torch
-from llama_stack import Size, rotary
+from llama_stack import Attention, Size, rotary
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -101,10 +101,7 @@ class Adapted(nn.Module):
         return out
 
 
-class Block(nn.Module):
-    cos: Tensor
-    sin: Tensor
-
+class Block(Attention):
     def __init__(self, size: Size, dtype: torch.dtype, *, adapted: bool) -> None:
         super().__init__()
         self.width = size.hidden // size.heads
@@ -130,20 +127,6 @@ class Block(nn.Module):
         x = x + self._attention(self.first(x))
         hidden = self.second(x)
         out: Tensor = x + self.down(functional.silu(self.gate(hidden)) * self.up(hidden))
-        return out
-
-    def _attention(self, x: Tensor) -> Tensor:
-        query, key, value = (
-            layer(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for layer in (self.q, self.k, self.v)
-        )
-        query, key = self._rotate(query), self._rotate(key)
-        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
-        return out
-
-    def _rotate(self, x: Tensor) -> Tensor:
-        low, high = x.chunk(2, dim=-1)
-        out: Tensor = x * self.cos + torch.cat((-high, low), dim=-1) * self.sin
         return out
 
 
