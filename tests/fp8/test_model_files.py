@@ -78,16 +78,20 @@ def test_a_policy_is_looked_for_from_the_yaml(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     yaml = tmp_path / "configs" / "models" / "m.yaml"
-    with pytest.raises(ModelConfigError, match=r"m\.yaml: fp8_dynamic_policy_path names 'p\.json', and there is no"):
-        find_policy("p.json", yaml)
+    with pytest.raises(
+        ModelConfigError, match=r"m\.yaml: fp8_dynamic_policy_path names 'policy_of_this_test', and there is no"
+    ):
+        find_policy("policy_of_this_test", yaml)
     for place in (
-        tmp_path / "elsewhere" / "p.json",
-        tmp_path / "p.json",
-        yaml.with_name("p.json"),
+        tmp_path / "elsewhere" / "policy_of_this_test",
+        tmp_path / "policy_of_this_test",
+        yaml.with_name("policy_of_this_test"),
     ):  # nearer and nearer
         place.write_text("{}")
-        assert find_policy("p.json", yaml).resolve() == place
-    assert find_policy("configs/models/p.json", yaml) == yaml.with_name("p.json")  # from the project's root
+        assert find_policy("policy_of_this_test", yaml).resolve() == place
+    assert find_policy("configs/models/policy_of_this_test", yaml) == yaml.with_name(
+        "policy_of_this_test"
+    )  # from the project's root
 
 
 def test_fp8_keys_alone_describe_no_layers(tmp_path):
