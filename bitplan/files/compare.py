@@ -20,7 +20,7 @@ from bitplan.files.tensor_file import ReadableTensor
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.quantization_error import Similarity, similarity
-from bitplan.plan.structure.parameters import places_of
+from bitplan.plan.structure.parameters import named_parameters_of
 
 if TYPE_CHECKING:
     from bitplan.files.models.comparable_tensors import ModelValues
@@ -154,7 +154,7 @@ def _effective(model: Weights) -> _Effective:
         return _Effective(given, frozenset(given), frozenset(model.keys() - given.keys()), is_model=False)
     weights: dict[str, ReadableTensor] = {}
     first_names: dict[tuple[int, str | None], str] = {}
-    for place in places_of(model):
+    for place in named_parameters_of(model):
         slot, weight = slots_of(place.module).get(place.local), _weight(place.name, place.parameter)
         if slot is not None:
             decoded = functools.partial(slot.store.simulate, slot.fmt)

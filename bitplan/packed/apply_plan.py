@@ -57,13 +57,13 @@ from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.describe import is_norm
 from bitplan.plan.structure.model_view import TensorSpec
-from bitplan.plan.structure.parameters import ParameterPlace, places_of
+from bitplan.plan.structure.parameters import NamedParameter, named_parameters_of
 
 # ---- dtype checks ----------------------------------------------------------------------------------------------------
 
 
 def meeting_faults(
-    places: Mapping[str, ParameterPlace], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
+    places: Mapping[str, NamedParameter], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
 ) -> list[str]:
     """The clashes of a forward after the plan. `casts` and `packed` hold ids of parameters."""
 
@@ -94,7 +94,7 @@ def meeting_faults(
     return faults
 
 
-def _given(place: ParameterPlace, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
+def _given(place: NamedParameter, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
     """The type of the output of a parameter's module for this input; None where the parameter does not decide it."""
     dtype = after(place.parameter)
     module = place.module
@@ -259,7 +259,7 @@ class _Tensors:
     """The tensors of a model by name: parameters, packed weights, and buffers that are saved."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places = {place.name: place for place in places_of(model)}
+        self.places = {place.name: place for place in named_parameters_of(model)}
         self.parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         modules = list(model.named_modules(remove_duplicate=False))
         self.packed = {path: module for path, module in modules if isinstance(module, PackedWeight)}
@@ -307,7 +307,7 @@ class _Tensors:
 class _PackDecision:
     """Layers that share a weight, to become packed layers that share a packed one."""
 
-    places: tuple[ParameterPlace, ...]
+    places: tuple[NamedParameter, ...]
     fmt: Format
     change: Change
 
@@ -501,7 +501,7 @@ def _pack(
 ) -> dict[int, nn.Module]:
     """The packed layers, each by the id of the layer that it will replace; the model is not touched."""
     weights: dict[int, dict[str, PackedWeight]] = {}
-    places: dict[int, ParameterPlace] = {}
+    places: dict[int, NamedParameter] = {}
     for decision in decided.packs:
         first = decision.places[0]
         numbers = with_output_rows(first)

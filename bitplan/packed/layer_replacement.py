@@ -28,7 +28,7 @@ from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.structure.describe import experts_of, product_of, scale_of_rows
 from bitplan.plan.structure.model_view import ExpertsUse
-from bitplan.plan.structure.parameters import ParameterPlace
+from bitplan.plan.structure.parameters import NamedParameter
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -143,7 +143,7 @@ def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple
     return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
 
 
-def with_output_rows(place: ParameterPlace) -> Tensor:
+def with_output_rows(place: NamedParameter) -> Tensor:
     """The numbers of a parameter as they are packed."""
     numbers: Tensor = place.parameter
     is_turned = are_columns(place.module, place.local)

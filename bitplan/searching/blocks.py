@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.plan.structure.parameters import ParameterPlace, places_of
+from bitplan.plan.structure.parameters import NamedParameter, named_parameters_of
 
 BACK = 2  # what a block's pass back takes, in passes forward
 BATCH = 2048  # tokens in one call of a block
@@ -85,12 +85,12 @@ class BlockRunner:
 
     def __init__(self, model: nn.Module, read: Callable[[str], Tensor], device: torch.device) -> None:
         self.model, self.read, self.device = model, read, device
-        places = {place.key: place for place in places_of(model)}.values()
+        places = {place.key: place for place in named_parameters_of(model)}.values()
         self._prefix = prefix = _block_list(model)
         self.blocks = [] if prefix is None else list(model.get_submodule(prefix).children())
         heads = () if prefix is None else tuple(f"{prefix}.{index}." for index in range(len(self.blocks)))
-        self._in_block: list[list[ParameterPlace]] = [[] for _ in self.blocks]
-        self._outside: list[ParameterPlace] = []
+        self._in_block: list[list[NamedParameter]] = [[] for _ in self.blocks]
+        self._outside: list[NamedParameter] = []
         self._kept: dict[int, nn.Parameter] = {}  # what lies outside, on the device
         for place in places:
             at = next((index for index, head in enumerate(heads) if place.name.startswith(head)), None)
@@ -143,7 +143,7 @@ class BlockRunner:
             yield
 
     @contextmanager
-    def _in_place(self, places: Sequence[ParameterPlace], replaced: Replaced | None, *, keep: bool) -> Iterator[None]:
+    def _in_place(self, places: Sequence[NamedParameter], replaced: Replaced | None, *, keep: bool) -> Iterator[None]:
         made: dict[int, nn.Parameter] = {}
         before = [place.module._parameters[place.local] for place in places]  # contexts may be nested
         try:
@@ -157,7 +157,7 @@ class BlockRunner:
             for place, parameter in zip(places, before, strict=True):
                 place.module._parameters[place.local] = parameter
 
-    def _parameter(self, place: ParameterPlace, replaced: Replaced | None, *, keep: bool) -> nn.Parameter:
+    def _parameter(self, place: NamedParameter, replaced: Replaced | None, *, keep: bool) -> nn.Parameter:
         found = None if replaced is None else replaced(place.name)
         if found is not None:
             return nn.Parameter(found.to(self.device), requires_grad=False)

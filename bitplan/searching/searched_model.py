@@ -52,7 +52,7 @@ from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe
 from bitplan.plan.structure.families import GGUF_MANIFESTS, joined_name
 from bitplan.plan.structure.model_view import ModelView
-from bitplan.plan.structure.parameters import places_of
+from bitplan.plan.structure.parameters import named_parameters_of
 from bitplan.searching.blocks import BlockRunner, Replaced
 from bitplan.searching.evidence import StayingTensor
 from bitplan.searching.goal import WINDOWS, SearchError
@@ -132,7 +132,7 @@ _GGUF = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.weight")
 
 def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str, ExpertSlice]) -> dict[str, str]:
     """Add the experts of tensors that have all of a layer, where a packed layer runs them; and whose items they are."""
-    places = {place.name: place for place in places_of(model)}
+    places = {place.name: place for place in named_parameters_of(model)}
     found: dict[str, str] = {}
     for tensor, ours in names.items():
         place = places[ours]
@@ -153,7 +153,7 @@ def items_of_gguf(
     """The same of a GGUF file, which has gate and up apart; numbers say whether they lie where they are expected."""
     stacks = {
         (split_layer(place.name)[1], place.local == stack_of(place.module, "down")): place
-        for place in places_of(model)
+        for place in named_parameters_of(model)
         if is_in_block(place.name)
         and packed_kind(place.module, place.local) == "StackedExperts"
         and not are_columns(place.module, place.local)
@@ -449,7 +449,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """What the file holds, and under which name of the model each tensor lies."""
-    known = {place.name for place in places_of(model)}
+    known = {place.name for place in named_parameters_of(model)}
     with open_tensors(path) as file:
         tensors = dict(file.specs)
     names = {name: name for name in tensors if name in known}
@@ -468,7 +468,7 @@ def _split(
     slices: Mapping[str, ExpertSlice],
     tensor_of: Mapping[str, str],
 ) -> tuple[dict[str, WeightSite], dict[str, StayingTensor]]:
-    places = places_of(model)
+    places = named_parameters_of(model)
     by_name = {place.name: place.parameter for place in places}
     users: dict[int, list[nn.Module]] = {}
     for place in places:

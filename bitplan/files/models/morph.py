@@ -24,7 +24,7 @@ from bitplan.formats.scale_rules import ScaleRule
 from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.plan.structure.parameters import LAYERS, ParameterPlace, places_of
+from bitplan.plan.structure.parameters import LAYERS, NamedParameter, named_parameters_of
 
 # ---- which weight gets which format ----------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
     return {name: module for name, module in modules if isinstance(module, EncodedModule)}
 
 
-def _plan(places: list[ParameterPlace], formats: Wanted, norms: bool) -> tuple[Plan, dict[str, Planned]]:
+def _plan(places: list[NamedParameter], formats: Wanted, norms: bool) -> tuple[Plan, dict[str, Planned]]:
     """The plan, and the entries of parameters that were morphed before; those that a mapping does not name keep theirs.
 
     A single format is for all weights.
@@ -112,7 +112,7 @@ def morph_model(
         return MorphReport({})
     if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
-    places, observers = places_of(model), observers or {}
+    places, observers = named_parameters_of(model), observers or {}
     plan, before = _plan(places, formats, norms)
     ShellPatterns(observers).check([place.name for place in places], "observers")
     options = EncodeOptions(scale_rule=scale_rule, pad=pad or plan.pad)
@@ -148,7 +148,7 @@ def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
 
     A tied parameter may be given under one of its names, or under each: with the same bytes, or in other formats.
     """
-    places = {place.name: place for place in places_of(model)}
+    places = {place.name: place for place in named_parameters_of(model)}
     groups: dict[int, dict[str, Encoded]] = {}
     for name, version in encoded.items():
         if name not in places:
@@ -186,12 +186,20 @@ def unmorph_model(model: nn.Module) -> None:
 
 def stores_of(model: nn.Module) -> dict[str, WeightStore]:
     """The store of every morphed parameter; tied ones share theirs."""
-    return {place.name: slot.store for place in places_of(model) if (slot := slots_of(place.module).get(place.local))}
+    return {
+        place.name: slot.store
+        for place in named_parameters_of(model)
+        if (slot := slots_of(place.module).get(place.local))
+    }
 
 
 def formats_of(model: nn.Module) -> dict[str, Format]:
     """The format of every morphed parameter."""
-    return {place.name: slot.fmt for place in places_of(model) if (slot := slots_of(place.module).get(place.local))}
+    return {
+        place.name: slot.fmt
+        for place in named_parameters_of(model)
+        if (slot := slots_of(place.module).get(place.local))
+    }
 
 
 @contextmanager
@@ -202,7 +210,7 @@ def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
     cannot record those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.
     """
     observers: dict[str, ActivationObserver] = {}
-    names = {place.key: place.name for place in reversed(places_of(model))}
+    names = {place.key: place.name for place in reversed(named_parameters_of(model))}
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for local, inputs, axis in _inputs_of(module, args, kwargs):
@@ -263,7 +271,7 @@ def _morph(
 
 
 def _morph_ties(
-    places: list[ParameterPlace],
+    places: list[NamedParameter],
     plan: Plan,
     choices: dict[tuple[int, str], MorphChoice],
     slots: dict[tuple[int, str], MorphedParameter],
@@ -278,11 +286,11 @@ def _morph_ties(
             choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
 
 
-def _store_finder(model: nn.Module) -> Callable[[ParameterPlace], WeightStore]:
+def _store_finder(model: nn.Module) -> Callable[[NamedParameter], WeightStore]:
     """A function that gives one store per Parameter: the model's existing ones, or new ones."""
     stores = {id(store._master): store for store in stores_of(model).values()}
 
-    def find(place: ParameterPlace) -> WeightStore:
+    def find(place: NamedParameter) -> WeightStore:
         if id(place.parameter) not in stores:
             stores[id(place.parameter)] = WeightStore(place.parameter, name=place.name)
         return stores[id(place.parameter)]

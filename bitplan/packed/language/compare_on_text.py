@@ -44,7 +44,7 @@ from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.manifest import shipped_manifest
 from bitplan.plan.names import listed
 from bitplan.plan.structure.families import GGUF_MANIFESTS
-from bitplan.plan.structure.parameters import ParameterPlace, places_of
+from bitplan.plan.structure.parameters import NamedParameter, named_parameters_of
 
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
 BATCH_LOGITS_BYTES = 2**28  # of a batch: a window of 512 tokens and a vocabulary of 131,072 alone has as much
@@ -353,13 +353,13 @@ def morphed_twin(
     return twin
 
 
-def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[ParameterPlace, Format]]:
+def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[NamedParameter, Format]]:
     """Parameters that the plan packs and whose rows are not outputs in the model, and their formats."""
     if not isinstance(formats, Plan):
         return []
     planned = [
         (place, get_format(formats[place.name].format))
-        for place in places_of(model)
+        for place in named_parameters_of(model)
         if place.name in formats and formats.entries[place.name].stored is None
     ]
     return [(place, fmt) for place, fmt in planned if not fmt.is_cast and are_columns(place.module, place.local)]
@@ -397,7 +397,7 @@ def plan_for_model(
     A plan may have GGUF's names, which are translated. A parameter without an entry is an error. Tensors that stay
     count, in bits per weight, with their bytes in the file.
     """
-    places = places_of(model)
+    places = named_parameters_of(model)
     if not isinstance(formats, Plan):
         first_names = dict(model.named_parameters(remove_duplicate=isinstance(formats, Manifest)))
         tensors = {
@@ -439,6 +439,6 @@ def bits_per_weight(model: nn.Module, stored: Mapping[str, int]) -> float:
             else stored.get(place.name, place.parameter.nbytes),
             place.parameter.numel(),
         )
-        for place in reversed(places_of(model))
+        for place in reversed(named_parameters_of(model))
     }
     return 8 * sum(nbytes for nbytes, _ in sizes.values()) / sum(count for _, count in sizes.values())

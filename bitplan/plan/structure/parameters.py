@@ -25,7 +25,7 @@ _WEIGHT = re.compile(r"weight|weight_(ih|hh|hr)(_l\d+(_reverse)?)?|(in|q|k|v)_pr
 
 
 @dataclass(frozen=True)
-class ParameterPlace:
+class NamedParameter:
     """One name of a Parameter: the module that holds it and the name there."""
 
     name: str
@@ -64,10 +64,10 @@ class ParameterPlace:
         )
 
 
-def places_of(model: nn.Module) -> list[ParameterPlace]:
+def named_parameters_of(model: nn.Module) -> list[NamedParameter]:
     """Every Parameter under every name it has: modules used twice and tied weights appear twice."""
     return [
-        ParameterPlace(f"{path}.{local}".lstrip("."), module, local, parameter)
+        NamedParameter(f"{path}.{local}".lstrip("."), module, local, parameter)
         for path, module in model.named_modules(remove_duplicate=False)
         for local, parameter in module._parameters.items()
         if parameter is not None
