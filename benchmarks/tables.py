@@ -772,6 +772,9 @@ def choosing_table() -> str:
     in_llama = {row["format"]: row["difference"] for row in engine}
     in_folder = {(row["target"], row["format"]): row["difference"] for row in folders}
     in_vllm = {row["case"]: abs(row["vllm"] - row["bitplan"]) for row in _vllm_rows()}
+    on_a_gpu = {row["case"]: abs(row["vllm"] - row["bitplan"]) for row in _vllm_rows("engine_vllm_nvidia_h200")}
+    rates = [row for row in _read("engine_vllm_nvidia_h200")["speed"] if "tokens_a_second" in row]
+    speed = {row["format"]: row["tokens_a_second"]["1"] for row in rates}
     searched = {row["plan"]: row["kl"] for row in _read("search_gguf_lm26m")["comparison"]}
     tokens = {row["format"]: row for row in _read("packed_cpu_xeon_int8_inputs")["model_rows"]}
     graph = [row for row in _read("decode_8b_nvidia_h200")["rows"] if row["mode"] == "graph" and row["batch"] == 1]
@@ -812,7 +815,12 @@ def choosing_table() -> str:
             f"`int4_g32`: runs, {in_vllm['int4_g32']:.4f} from ours",
             NOT_MEASURED,
         ),
-        ("vLLM, GPU", *[NOT_MEASURED] * 3),
+        (
+            "vLLM, GPU (H200), by compressed-tensors",
+            f"`int8_row`: runs, mean log-probability {on_a_gpu['int8_row']:.4f} from ours",
+            f"`int4_g32`: runs, {on_a_gpu['int4_g32']:.4f} from ours",
+            f"`int4_g32`: {speed['int4_g32'] / speed['bfloat16']:.2f} times vLLM's own BF16, one sequence, 8B's shape",
+        ),
         ("torchao", exported("torchao", "int8_row"), exported("torchao", "int4_g32"), NOT_MEASURED),
         ("MLX, on a CPU", exported("mlx", "q8_0_gguf"), exported("mlx", "q4_1_gguf"), NOT_MEASURED),
         ("MLX, on Apple's GPUs", *[NOT_MEASURED] * 3),
