@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 
+from bitplan.base import __version__
 from bitplan.base.hardware import cpu_model
 from bitplan.base.records import atomic_file
-from bitplan.base.version import __version__
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bitplan.base.lazy_names import lazy_names
 from bitplan.base.old_names import add_old_parts
-from bitplan.base.version import __version__ as __version__
+from bitplan.base import __version__ as __version__
 
 if TYPE_CHECKING:
     from bitplan.base.errors import BitplanError as BitplanError

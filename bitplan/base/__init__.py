@@ -1,2 +1,4 @@
 """What every part of bitplan may use: errors, files written whole, documents read strictly, optional libraries,
-fingerprints, timing in turns, and calls from compiled code. It imports no other part."""
+versions, timing in turns, and calls from compiled code. It imports no other part."""
+
+__version__ = "0.1.0"

@@ -1,4 +1,4 @@
-"""Every error bitplan raises on purpose, so that callers can catch one base class.
+"""Defines every error bitplan raises on purpose, so that callers can catch one base class, and makes text safe to show.
 
 A message is one line that says what was expected, what was found, where, and the next step. What a caller may set to
 take that step is in `settings`, by the parameters' names: as text it is `keep='w'`, and the command line, which exits
@@ -91,3 +91,24 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A hint for an unknown name: the closest known ones, or nothing."""
     close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+# ---- text that is shown ----------------------------------------------------------------------------------------------
+# Text from files and other processes must not move a cursor, reverse text, end a line or fill the screen.
+
+
+def counted(number: int, noun: str) -> str:
+    """1 finding, 2 findings."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def visible(text: str, most: int | None = None) -> str:
+    """Text with control characters, line ends, bidi overrides and other invisible characters written as escapes.
+
+    most: characters of the text that are shown; where there are more, their number is.
+    """
+    if most is not None and len(text) > most:
+        return f"{visible(text[:most])}... ({len(text)} characters)"
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else letter.encode("unicode_escape").decode() for letter in text)

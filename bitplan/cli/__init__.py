@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from bitplan.base.errors import BitplanError
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 
 INTERRUPTED = 130
 # Parameters of the library that are called otherwise here; all others are `--` and their name.

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from bitplan.base.version import __version__
+from bitplan.base import __version__
 from bitplan.cli.quick_help import QuickCommand, QuickGroup
 from bitplan.cli.verbs import doctor, export, files, fit, fp8, gpt_oss, plan, quality, report, run_model, search
 

@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.cells import cell_len
 
-from bitplan.base.errors import BitplanError
-from bitplan.base.text import visible
+from bitplan.base.errors import BitplanError, visible
 
 if TYPE_CHECKING:
     from rich.console import Console

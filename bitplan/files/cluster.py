@@ -15,10 +15,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from bitplan.base import __version__
 from bitplan.base.errors import StoreError
 from bitplan.base.optional import require
 from bitplan.base.records import Closing
-from bitplan.base.version import __version__
 from bitplan.formats.registry import get_format
 
 if TYPE_CHECKING:

@@ -8,9 +8,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from bitplan.base.errors import FormatError, MeasureError
+from bitplan.base.errors import FormatError, MeasureError, counted
 from bitplan.base.records import check_input
-from bitplan.base.text import counted
 from bitplan.files.open_files import container_for
 from bitplan.files.packed_folder import plan_with_shapes, shapes_of_transposed
 from bitplan.files.safetensors import INDEX_SUFFIX

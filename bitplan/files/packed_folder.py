@@ -33,11 +33,10 @@ from pathlib import Path
 from typing import Any
 
 from bitplan.base.documents import NAME, SIZE, Kind, Reader
-from bitplan.base.errors import FileFormatError, Finding, FormatError, StoreError
+from bitplan.base.errors import FileFormatError, Finding, FormatError, StoreError, counted, visible
 from bitplan.base.folders import atomic_folder, check_output_folder
 from bitplan.base.optional import WEIGHTS_FILE
 from bitplan.base.records import Stamps, read_bytes, read_json, require_unchanged, write_json
-from bitplan.base.text import counted, visible
 from bitplan.files.certificate import (
     CARD,
     EVIDENCE_FILE,

@@ -26,9 +26,8 @@ from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import TYPE_CHECKING, Any
 
 from bitplan.base.documents import Kind, Reader, is_text
-from bitplan.base.errors import FileFormatError, StoreError, did_you_mean
+from bitplan.base.errors import FileFormatError, StoreError, did_you_mean, visible
 from bitplan.base.records import Closing, atomic_file, check_input, parse_json, read_json
-from bitplan.base.text import visible
 from bitplan.files.tensor_bytes import MOST_OPEN, ContainerFile, PayloadWriter, parse_checksums, take_certificate
 from bitplan.formats.elements import ITEM_BYTES, dtype_name
 from bitplan.plan.structure.model_view import TensorSpec

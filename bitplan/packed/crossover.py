@@ -53,8 +53,8 @@ from torch.nn import functional
 
 from bitplan.base.documents import LIST, NAME, OBJECT, SIZE, Kind, Reader, is_number, load_document, one_of
 from bitplan.base.errors import FileFormatError
-from bitplan.base.fingerprints import describe_gpu
 from bitplan.base.folders import cache_dir
+from bitplan.base.hardware import describe_gpu
 from bitplan.base.paired_timing import CudaStopwatch
 from bitplan.base.records import write_json
 from bitplan.formats import Encoded

@@ -28,9 +28,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bitplan.base import __version__
 from bitplan.base.folders import cache_dir
 from bitplan.base.hardware import hardware
-from bitplan.base.version import __version__
 
 if TYPE_CHECKING:
     import torch
@@ -194,7 +194,7 @@ def _has_cuda() -> bool:
 def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
     import torch
 
-    from bitplan.base.fingerprints import describe_gpu
+    from bitplan.base.hardware import describe_gpu
 
     hardware: dict[str, Any] = {
         "threads": torch.get_num_threads(),

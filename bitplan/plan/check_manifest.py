@@ -30,8 +30,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from bitplan.base.documents import short
-from bitplan.base.errors import Finding, ManifestError
-from bitplan.base.text import counted
+from bitplan.base.errors import Finding, ManifestError, counted
 from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
 from bitplan.formats.format import Format

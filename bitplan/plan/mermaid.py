@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from itertools import groupby
 
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 from bitplan.plan.names import number_ranges, split_layer
 from bitplan.plan.structure.families import row_of
 from bitplan.plan.structure.model_view import ModelView

@@ -14,8 +14,8 @@ from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
+from bitplan.base import __version__
 from bitplan.base.records import atomic_file, check_output
-from bitplan.base.version import __version__
 from bitplan.report.markup import Markup, tag
 from bitplan.report.read_records import Record, read_records
 from bitplan.report.section import Section

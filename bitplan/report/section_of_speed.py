@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 from bitplan.report.chart import (
     Frame,
     Point,

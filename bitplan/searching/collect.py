@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.fingerprints import hash_tensors
+from bitplan.base import __version__
 from bitplan.base.folders import scratch_folder
-from bitplan.base.version import __version__
+from bitplan.base.hardware import hash_tensors
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_model_folder
 from bitplan.formats import get_format

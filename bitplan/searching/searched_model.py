@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import FileFormatError, MeasureError, PlanError
-from bitplan.base.fingerprints import hash_tensors
+from bitplan.base.hardware import hash_tensors
 from bitplan.files.headers import check_model_source
 from bitplan.files.input_statistics import expert_name, weight_digest
 from bitplan.files.open_files import open_tensors

@@ -21,9 +21,9 @@ from typing import Any, Self, TypeVar, cast
 
 import numpy as np
 
+from bitplan.base import __version__
 from bitplan.base.errors import did_you_mean
 from bitplan.base.loops.jit import use_threads
-from bitplan.base.version import __version__
 from bitplan.trees.boost import DEVICES, BoostSettings, Dropout, EvalSet, Rows, boost, split_rows, with_weight
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
 from bitplan.trees.checks import (

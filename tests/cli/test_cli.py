@@ -12,7 +12,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from bitplan.base.version import __version__
+from bitplan.base import __version__
 from bitplan.cli import run
 from bitplan.formats.registry import list_formats
 from bitplan.plan import Choice, Plan, Planned

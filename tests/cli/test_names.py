@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 from bitplan.cli import run, show
 from bitplan.cli.show import columns_of, share_width, split_columns, wrap
 from tests.crosses import few

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from bitplan.base.text import counted, visible
+from bitplan.base.errors import counted, visible
 from bitplan.cli.options import (
     DaskAddress,
     Evidence,

@@ -7,8 +7,7 @@ from typing import Annotated
 
 import typer
 
-from bitplan.base.errors import FileFormatError
-from bitplan.base.text import counted
+from bitplan.base.errors import FileFormatError, counted
 from bitplan.cli.options import Force
 from bitplan.cli.show import human_bytes, say, show_json
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 from bitplan.cli.options import Config, Json, KeysValues, Threads
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 

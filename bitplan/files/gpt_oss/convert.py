@@ -40,9 +40,9 @@ import torch
 from gguf.constants import GGMLQuantizationType
 from torch import Tensor
 
-from bitplan.base.devices import known_device
 from bitplan.base.errors import FormatError, StoreError, did_you_mean
 from bitplan.base.folders import atomic_folder, check_output_folder
+from bitplan.base.hardware import known_device
 from bitplan.base.records import atomic_file, check_output, read_json, require_unchanged, stamps_of, write_json
 from bitplan.files.certificate import EVIDENCE_FILE, certificate_of, write_certificate
 from bitplan.files.gguf import GGUFValue, write_gguf

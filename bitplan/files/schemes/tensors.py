@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from bitplan.base.documents import show
-from bitplan.base.errors import FileFormatError
+from bitplan.base.errors import FileFormatError, counted, visible
 from bitplan.base.records import on_failure, read_json
-from bitplan.base.text import counted, visible
 from bitplan.files.safetensors import Checkpoint, open_checkpoint
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import get_format

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
+from bitplan.base import __version__
 from bitplan.base.documents import show
-from bitplan.base.fingerprints import describe_gpu, version_of
+from bitplan.base.hardware import describe_gpu, version_of
 from bitplan.base.logs import JsonLog
 from bitplan.base.records import on_failure, read_bytes
-from bitplan.base.version import __version__
 from bitplan.fp8.policy.report import Fingerprint, Report, Row, describe_row, report_of, split_report
 from bitplan.fp8.policy.vocabulary import BenchReportError
 

@@ -27,12 +27,11 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.devices import known_device
 from bitplan.base.documents import show
-from bitplan.base.errors import ArgumentError, FileFormatError, StoreError
+from bitplan.base.errors import ArgumentError, FileFormatError, StoreError, counted
+from bitplan.base.hardware import known_device
 from bitplan.base.optional import remote_code_allowed, require
 from bitplan.base.records import on_failure
-from bitplan.base.text import counted
 from bitplan.files import describe_files
 from bitplan.files.deep_check import deep_check
 from bitplan.files.engines.gguf_source import GGUFModel

@@ -15,9 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.devices import known_device
 from bitplan.base.errors import MeasureError
-from bitplan.base.hardware import free_memory
+from bitplan.base.hardware import free_memory, known_device
 from bitplan.files.headers import is_gguf
 from bitplan.files.models.morph import formats_of, morph_model
 from bitplan.formats import get_format

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitplan.base.hardware import float_lanes
 from bitplan.base.loops.addresses import load_from, read, sum_of_lanes, take, write
-from bitplan.base.loops.cpu_features import float_lanes
 from bitplan.base.loops.jit import inlined, thread_count
 from bitplan.base.loops.openmp_threads import c_function, run
 from bitplan.base.loops.vectors import multiply_add

@@ -24,8 +24,8 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
+from bitplan.base.hardware import cpu_features
 from bitplan.base.loops.addresses import prefetch_later, read, take, write, zero_tile
-from bitplan.base.loops.cpu_features import features
 from bitplan.base.loops.jit import inlined, merged
 from bitplan.base.loops.openmp_threads import c_function
 from bitplan.base.loops.vectors import VectorType, VectorWriter, define
@@ -236,7 +236,7 @@ class _Block:
             codes = builder.and_(codes, _constants(INT8, [15] * 16))
         if self.layout.table is None:
             return codes
-        name = "llvm.aarch64.neon.tbl1.v16i8" if "neon" in features() else "llvm.x86.ssse3.pshuf.b.128"
+        name = "llvm.aarch64.neon.tbl1.v16i8" if "neon" in cpu_features() else "llvm.x86.ssse3.pshuf.b.128"
         table = _constants(INT8, [number + offset for number in self.layout.table])
         return self.writer.call(name, bytes_, [table, codes])
 

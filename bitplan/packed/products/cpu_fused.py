@@ -186,7 +186,7 @@ class IntegersOnCpu(RoundedFirst):
         reason = _why_not_here()
         if reason is not None:
             return reason
-        from bitplan.base.loops.cpu_features import features
+        from bitplan.base.hardware import cpu_features
         from bitplan.packed.products.cpu_integers import BYTE_STEP
         from bitplan.packed.products.cpu_rows import STEP
 
@@ -194,7 +194,7 @@ class IntegersOnCpu(RoundedFirst):
         shortest = STEP if weight.fmt.name in NIBBLES else 32 if weight.fmt.name in BLOCKS else BYTE_STEP
         if not weight.shape[0] or padded < shortest or padded % 32:
             return f"integer products need rows of whole blocks of 32, and at least {shortest}, got {weight.shape}"
-        if "avx512f" in features() and "avx512bw" not in features():
+        if "avx512f" in cpu_features() and "avx512bw" not in cpu_features():
             return "integer products need AVX-512BW on CPUs that have AVX-512"
         return None
 
@@ -324,9 +324,9 @@ def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:
 def _why_not_here() -> str | None:
     if importlib.util.find_spec("numba") is None:
         return "the CPU's fused kernel needs numba, which is not installed; pip install numba"
-    from bitplan.base.loops.cpu_features import features
+    from bitplan.base.hardware import cpu_features
 
-    if _on_x86() and not {"avx2", "fma", "f16c"} <= features():
+    if _on_x86() and not {"avx2", "fma", "f16c"} <= cpu_features():
         return "the CPU's fused kernel needs AVX2, FMA and F16C on x86"
     if not _on_x86() and platform.machine().lower() not in ("aarch64", "arm64"):
         return f"the CPU's fused kernel is for x86 and 64-bit Arm, this is {platform.machine()}"

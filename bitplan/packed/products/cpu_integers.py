@@ -34,6 +34,7 @@ from typing import Any
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
+from bitplan.base.hardware import cpu_features
 from bitplan.base.loops.addresses import (
     float_of_half,
     load_from,
@@ -45,7 +46,6 @@ from bitplan.base.loops.addresses import (
     write,
     zero_tile,
 )
-from bitplan.base.loops.cpu_features import features
 from bitplan.base.loops.jit import inlined, merged
 from bitplan.base.loops.openmp_threads import c_function
 from bitplan.base.loops.vectors import (
@@ -118,8 +118,8 @@ BYTE_STEP = max(REGISTER, BLOCK)  # 8-bit codes that are multiplied at a time: w
 BYTE_LANES = BYTE_STEP // 4
 BYTE_BLOCKS = BYTE_STEP // BLOCK
 OPENED_BLOCK = 9 * REGISTER  # bytes of a block of LANES rows: scales, then eight times four codes of each
-HAS_VNNI = {"avx512vnni", "avx512vl"} <= features() or (LANES == 8 and "avxvnni" in features())
-IS_X86, HAS_SDOT = "avx2" in features(), "dotprod" in features()
+HAS_VNNI = {"avx512vnni", "avx512vl"} <= cpu_features() or (LANES == 8 and "avxvnni" in cpu_features())
+IS_X86, HAS_SDOT = "avx2" in cpu_features(), "dotprod" in cpu_features()
 # By which codes are shifted, to be unsigned.
 OFFSETS = {"integers": 8 if IS_X86 else 0, "e2m1": 12 if IS_X86 else 0, "bytes": 128 if HAS_VNNI else 0}
 DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)

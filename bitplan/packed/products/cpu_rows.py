@@ -47,6 +47,7 @@ from typing import Any
 import numpy as np
 from numba.core import cgutils
 
+from bitplan.base.hardware import cpu_features, float_lanes
 from bitplan.base.loops.addresses import (
     byte_table,
     call_c,
@@ -69,7 +70,6 @@ from bitplan.base.loops.addresses import (
     write,
     zero_tile,
 )
-from bitplan.base.loops.cpu_features import features, float_lanes
 from bitplan.base.loops.jit import inlined, merged
 from bitplan.base.loops.openmp_threads import c_function
 from bitplan.base.loops.vectors import VectorWriter, define, greater, maximum, to_float, view, widen
@@ -753,7 +753,7 @@ def panel_products() -> Any:
 
 
 U8, U16, I8, I32 = np.uint8, np.uint16, np.int8, np.int32
-LOOKS_UP = "avx512f" in features()
+LOOKS_UP = "avx512f" in cpu_features()
 HALF_LANES, QUARTER_LANES = LANES // 2, LANES // 4
 
 

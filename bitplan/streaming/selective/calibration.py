@@ -40,11 +40,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bitplan.base import __version__
 from bitplan.base.documents import OBJECT, SIZE, Reader, is_number, load_document, one_of, short
 from bitplan.base.errors import FileFormatError, MeasureError
-from bitplan.base.fingerprints import hash_tensors
+from bitplan.base.hardware import hash_tensors
 from bitplan.base.records import write_json
-from bitplan.base.version import __version__
 from bitplan.formats import get_format
 from bitplan.plan.names import listed, natural_order
 from bitplan.streaming.selective.config import SelectivePrecisionConfig

@@ -33,8 +33,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.devices import to_device
 from bitplan.base.errors import MeasureError, did_you_mean
+from bitplan.base.hardware import to_device
 from bitplan.formats.dispatch import Picked, decode, encode_unchecked
 from bitplan.formats.format import Format
 from bitplan.streaming.selective.score import RawGradStats, StepStats, compare_blocks

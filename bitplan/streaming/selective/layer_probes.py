@@ -42,7 +42,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from bitplan.base.devices import to_device
+from bitplan.base.hardware import to_device
 from bitplan.streaming.saved_tensors import outer_hooks
 from bitplan.streaming.selective.gradient_statistics import GradStatsCollector, impact_of, rounding_error
 from bitplan.streaming.selective.precision_units import LinearPlace, PrecisionUnits

@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from bitplan.base.devices import to_device
+from bitplan.base.hardware import to_device
 
 BLOCK = 8192
 ROUNDS = 8

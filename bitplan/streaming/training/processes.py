@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
 
 SLICE_ALIGNMENT = 256  # numbers: AdamW's vectors and blocks of small moments are whole in every slice

@@ -23,7 +23,7 @@ import dask.array
 import distributed
 import numpy as np
 
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 from bitplan.trees.checks import number
 from bitplan.trees.dask import on_worker
 from bitplan.trees.dask.on_worker import predict_part

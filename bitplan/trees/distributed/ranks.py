@@ -25,7 +25,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bitplan.base.text import visible
+from bitplan.base.errors import visible
 from bitplan.trees.distributed.agreement import SAME_VERSION
 from bitplan.trees.distributed.shards import Array, ProcessLostError
 from bitplan.trees.gradients import TreesError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.base.version import __version__
+from bitplan.base import __version__
 from bitplan.fp8.bench.report_log import EMULATED, commit, fingerprint_of
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitplan.base.fingerprints import hash_tensors
+from bitplan.base.hardware import hash_tensors
 from bitplan.streaming.selective.calibration import (
     Calibration,
     CalibrationError,
