@@ -76,9 +76,11 @@ def _check_model(model: Any) -> None:
 
 def _refuse_copies_of_packed_layers(model: nn.Module, peft_config: Any) -> None:
     """peft would copy such a layer to train it, and a packed weight is not trained."""
-    wanted = tuple(getattr(peft_config, "modules_to_save", None) or ())
+    copied = tuple(getattr(peft_config, "modules_to_save", None) or ())
     for name, module in model.named_modules():
-        if isinstance(module, QuantLinear | QuantEmbedding) and any(f".{name}".endswith(f".{each}") for each in wanted):
+        if isinstance(module, QuantLinear | QuantEmbedding) and any(
+            f".{name}".endswith(f".{saved}") for saved in copied
+        ):
             raise LayerError(f"modules_to_save: {name} is packed and cannot be trained; keep it unpacked in the plan")
     if getattr(peft_config, "trainable_token_indices", None) and any(
         isinstance(module, QuantEmbedding) for module in model.modules()

@@ -4,8 +4,9 @@ Which module does which step:
 
     weights                the definition: a weight rounded by moments or a Hessian of its inputs
     error_compensation     columns that make up for the errors of those before them
-    scale_search, group_scales                  scales by weighted error; formats with scales of scales
-    pick_loops             which loops run: `round_columns` in torch, `round_columns_cpu` by numba, `triton_rounding`
+    scale_search           scales by weighted error; GGUF's scales of scales
+    round_vectors          GGUF's vectors of eight numbers, rounded as columns are
+    round_columns          the loops in torch, and which loops run: these, `round_columns_cpu` or `triton_rounding`
 """
 
 from typing import TYPE_CHECKING

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from bitplan.base.errors import FormatError
 from bitplan.rounding.layout import ScaledBlocks, unordered
-from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for
+from bitplan.rounding.round_columns import in_batches, is_compiled, loops_for
 from bitplan.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
 
 Order = Literal["activation", "given"]
@@ -127,9 +127,9 @@ class InputHessian:
     ) -> OrderedFactor:
         key = (layout.cols, layout.filled, layout.width, layout.together, order, damping, device)
         if self._last is None or self._last[0] != key:
-            seen = self._checked(layout, device, name)
-            blocks, columns = columns_in_order(seen, layout, order)
-            self._last = (key, OrderedFactor(blocks, columns, *factor_of(seen, damping, columns, name)))
+            hessian = self._checked(layout, device, name)
+            blocks, columns = columns_in_order(hessian, layout, order)
+            self._last = (key, OrderedFactor(blocks, columns, *factor_of(hessian, damping, columns, name)))
         return self._last[1]
 
     def _checked(self, layout: ScaledBlocks, device: torch.device, name: str) -> Tensor:
@@ -141,10 +141,10 @@ class InputHessian:
         return torch.nn.functional.pad(self.hessian.to(device).double(), (0, empty, 0, empty))
 
 
-def check_statistics(given: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
-    if tuple(given.shape) != shape:
-        raise FormatError(f"{name}: `{what}` must have shape {shape}, got {tuple(given.shape)}")
-    if not bool(given.isfinite().all()):
+def check_statistics(statistics: Tensor, shape: tuple[int, ...], what: str, name: str) -> None:
+    if tuple(statistics.shape) != shape:
+        raise FormatError(f"{name}: `{what}` must have shape {shape}, got {tuple(statistics.shape)}")
+    if not bool(statistics.isfinite().all()):
         raise FormatError(f"{name}: `{what}` holds NaN or infinity; collect it again from inputs that are finite")
 
 
@@ -231,26 +231,26 @@ def sweep(
         for start, stop, pieces in _batches(layout.filled, layout.width if narrow else BATCH):
             near, changes = gradient[:, start:stop].clone(), torch.zeros_like(codes[:, start:stop])
             for _, (first, last) in pieces:
-                block, own_hessian, here = (
+                block, own_hessian, in_batch = (
                     first // layout.width,
                     hessian[first:last, first:last],
                     slice(first - start, last - start),
                 )
                 if narrow:
                     move = _better_scales(
-                        codes[:, first:last], near[:, here], own_hessian, scales[:, block], layout, ladder
+                        codes[:, first:last], near[:, in_batch], own_hessian, scales[:, block], layout, ladder
                     )
                     scales[:, block] += move
-                    changes[:, here] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
-                    near[:, here] -= changes[:, here] @ own_hessian
+                    changes[:, in_batch] = layout.to_rows(move).unsqueeze(-1) * codes[:, first:last]
+                    near[:, in_batch] -= changes[:, in_batch] @ own_hessian
                 steps = layout.to_rows(scales[:, block]).unsqueeze(-1)
                 parts = torch.zeros(last - first, dtype=torch.int64, device=matrix.device)
                 better, changed = loops.sweep_piece(
-                    near[:, here], codes[:, first:last], own_hessian, steps, parts, ladder.grid
+                    near[:, in_batch], codes[:, first:last], own_hessian, steps, parts, ladder.grid
                 )
                 codes[:, first:last] = better
-                changes[:, here] += changed
-                near[:, here.stop :] -= changes[:, here] @ hessian[first:last, last:stop]
+                changes[:, in_batch] += changed
+                near[:, in_batch.stop :] -= changes[:, in_batch] @ hessian[first:last, last:stop]
             gradient -= changes @ hessian[start:stop]
     return Codes(codes, scales)
 
@@ -261,9 +261,9 @@ def _better_scales(
     """Say how far the scales of one block should move, [strips], by least squares with the codes as they are."""
     slope = layout.sum_of_strips((codes * gradient).sum(1))
     curve = layout.sum_of_strips((codes * (codes @ hessian)).sum(1))
-    wanted = ladder.as_stored(scales + torch.where(curve > 0, slope / curve, 0.0))
-    usable = wanted.isfinite() if ladder.is_signed else wanted.isfinite() & (wanted >= 0)
-    move = torch.where(usable, wanted - scales, 0.0)
+    moved = ladder.as_stored(scales + torch.where(curve > 0, slope / curve, 0.0))
+    usable = moved.isfinite() if ladder.is_signed else moved.isfinite() & (moved >= 0)
+    move = torch.where(usable, moved - scales, 0.0)
     return torch.where(2 * move * slope > move.square() * curve, move, 0.0)
 
 

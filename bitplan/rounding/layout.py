@@ -97,15 +97,15 @@ class ScaledBlocks:
         if self.height == 1:
             return per_row
         missing = self.strips * self.height - self.rows
-        whole = torch.cat([per_row, per_row.new_zeros((missing, *per_row.shape[1:]))]) if missing else per_row
-        return whole.reshape(self.strips, self.height, *per_row.shape[1:]).sum(1)
+        padded = torch.cat([per_row, per_row.new_zeros((missing, *per_row.shape[1:]))]) if missing else per_row
+        return padded.reshape(self.strips, self.height, *per_row.shape[1:]).sum(1)
 
     def largest_of_strips(self, per_row: Tensor) -> Tensor:
         if self.height == 1:
             return per_row
         missing = self.strips * self.height - self.rows
-        whole = torch.cat([per_row, per_row.new_zeros(missing)]) if missing else per_row
-        return whole.reshape(self.strips, self.height).amax(1)
+        padded = torch.cat([per_row, per_row.new_zeros(missing)]) if missing else per_row
+        return padded.reshape(self.strips, self.height).amax(1)
 
     def to_rows(self, per_strip: Tensor) -> Tensor:
         """Repeat what strips have, [strips, ...], for each of their rows, [R, ...]."""
@@ -175,9 +175,9 @@ def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encode
     for part in ("data", "scales"):
         if part in like.parts:
             joined = torch.cat([piece.parts[part].reshape(piece.shape[0], -1) for piece in pieces])
-            whole = torch.empty_like(joined)
-            whole[order] = joined
-            parts[part] = whole.reshape(like.parts[part].shape)
+            in_order = torch.empty_like(joined)
+            in_order[order] = joined
+            parts[part] = in_order.reshape(like.parts[part].shape)
     return Encoded(like.fmt, like.shape, parts["data"], parts.get("scales"), like.base)
 
 

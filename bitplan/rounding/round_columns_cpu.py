@@ -4,7 +4,8 @@ Beside them are loops over whole blocks, of one scale each (`ScaledRounder`) or 
 are rounded a few rows at a time, a thousand times a weight: there calls of torch take longer than what they compute.
 Candidates of a scale lie side by side, so that one vector instruction rounds a number with many of them. Sweeps over
 whole blocks, which `error_compensation` and `weights` define, add up in another order: a number that lies on a tie may
-differ. Importing this module imports numba.
+differ. The loops of `round_vectors` are here, too: they take one row after the other, and their sweeps add up in
+another order likewise. Importing this module imports numba.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -22,11 +23,12 @@ from bitplan.base.loops.jit import compiled, inlined, on_threads, thread_count
 from bitplan.base.loops.vectors import same_bits
 from bitplan.formats.format import Format
 from bitplan.formats.gguf.cpu_block_search import RowSearch
+from bitplan.formats.gguf.cpu_vector_search import book_of, empty_room, nearest_eight, numbers_of_eight
+from bitplan.formats.gguf.grids import MOST, NUMBERS, VectorLayout
 from bitplan.formats.gguf.layouts import Layout
 from bitplan.formats.scale_rules import SMALLEST_SCALE, BasedScales
-from bitplan.rounding.group_scales import GroupScales
-from bitplan.rounding.layout import Grid
-from bitplan.rounding.scale_search import ScaleLadder
+from bitplan.rounding.layout import Grid, VectorScales, inverse_of
+from bitplan.rounding.scale_search import GroupScales, ScaleLadder
 
 # ---- how scales are stored -------------------------------------------------------------------------------------------
 
@@ -79,9 +81,9 @@ def candidates(piece, plain, multiples, high, storage, is_power, tried):
         if is_power:
             start = F32(math.ldexp(1.0, math.frexp(largest)[1] - exponent)) if largest > ZERO else ZERO
         tried[row, 0] = plain[row]
-        for place in range(multiples.size):
-            scale = _as_stored(F32(start * multiples[place]), storage, is_power)
-            tried[row, 1 + place] = scale if abs(scale) < np.inf else ZERO
+        for index in range(multiples.size):
+            scale = _as_stored(F32(start * multiples[index]), storage, is_power)
+            tried[row, 1 + index] = scale if abs(scale) < np.inf else ZERO
 
 
 @compiled
@@ -130,11 +132,11 @@ def try_rows(piece, factor, scales, cost, low, high, mantissa, least, is_float, 
 def pick(tried, cost, scales):
     """The first of those that cost least; what is not a number never wins."""
     for row in range(tried.shape[0]):
-        place, least = 0, F32(np.inf)
+        best, least = 0, F32(np.inf)
         for index in range(tried.shape[1]):
             if cost[row, index] < least:
-                place, least = index, cost[row, index]
-        scales[row, 0] = tried[row, place]
+                best, least = index, cost[row, index]
+        scales[row, 0] = tried[row, best]
 
 
 @compiled
@@ -244,11 +246,11 @@ def reciprocal(scale):
 def nearest(scaled, low, high, mantissa, least, is_float, table):
     """The nearest number of the grid. Steps of floats are powers of two: exponents give their inverse."""
     if table is not None:
-        place = 0
+        index = 0
         for below in range(table.size - 1):
             if F32(scaled) > F32(F32(table[below] + table[below + 1]) * HALF):
-                place += 1
-        return table[place]
+                index += 1
+        return table[index]
     inside = min(max(F32(scaled), low), high)
     if not is_float:
         return F32(F32(inside + NEAREST) - NEAREST)
@@ -269,15 +271,15 @@ PIECE = 256  # the same of blocks of groups: a K-quant's block, or eight of 32
 def round_piece(
     piece: Tensor, factor: Tensor, steps: Tensor, offsets: Tensor, parts: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor]:
-    """As `round_columns.round_piece`."""
+    """This is `round_columns.round_piece`, compiled."""
     codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
-    given = (factor, steps, offsets, parts, codes, errors)
-    _by_rows(round_rows, piece, (1, 2, 4, 5), given, grid)
+    arrays = (factor, steps, offsets, parts, codes, errors)
+    _by_rows(round_rows, piece, (1, 2, 4, 5), arrays, grid)
     return codes, errors
 
 
 def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """As `round_columns.cost_of_scales`."""
+    """This is `round_columns.cost_of_scales`, compiled."""
     cost = torch.empty(scales.shape)
     _by_rows(try_rows, piece, (1, 2), (factor, scales, cost), grid)
     return cost
@@ -286,14 +288,14 @@ def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Grid) ->
 def sweep_piece(
     gradient: Tensor, codes: Tensor, hessian: Tensor, steps: Tensor, parts: Tensor, grid: Grid
 ) -> tuple[Tensor, Tensor]:
-    """As `round_columns.sweep_piece`."""
+    """This is `round_columns.sweep_piece`, compiled."""
     better, changes = codes.clone(memory_format=torch.contiguous_format), torch.empty(codes.shape)
     _by_rows(_sweep_rows, gradient, (0, 2, 4), (better, hessian, steps, parts, changes), grid)
     return better, changes
 
 
 def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """As `round_columns.weighted_cost`."""
+    """This is `round_columns.weighted_cost`, compiled."""
     cost = torch.empty(scales.shape)
     _by_rows(_weigh_rows, piece, (1, 2), (weights, scales, cost), grid)
     return cost
@@ -321,13 +323,13 @@ class ScaledRounder:
 
         def work(first: int) -> None:
             some = slice(first, first + step)
-            given, offsets = numbers[some], np.zeros((len(numbers[some]), 1), F32)
-            tried, cost = (np.empty((len(given), 1 + len(wide)), F32) for _ in range(2))
+            some_numbers, offsets = numbers[some], np.zeros((len(numbers[some]), 1), F32)
+            tried, cost = (np.empty((len(some_numbers), 1 + len(wide)), F32) for _ in range(2))
             some_codes, some_errors, steps = (out[some] for out in outs)
-            candidates(given, first_tried[some], wide, high, self._storage, self._is_power, tried)
-            try_rows(given, shares, tried, cost, *self._grid)
+            candidates(some_numbers, first_tried[some], wide, high, self._storage, self._is_power, tried)
+            try_rows(some_numbers, shares, tried, cost, *self._grid)
             pick(tried, cost, steps)
-            round_rows(given, shares, steps, offsets, parts, some_codes, some_errors, *self._grid)
+            round_rows(some_numbers, shares, steps, offsets, parts, some_codes, some_errors, *self._grid)
 
         on_threads(work, range(0, rows, step))
         return codes, errors, scales.squeeze(1)
@@ -340,10 +342,10 @@ class ScaledRounder:
         settings = self._width, self._storage, self._is_power, self._is_signed, *self._grid
         all_codes, all_scales = codes.numpy(), scales.numpy()
 
-        def sweep_rows(rows: slice, cols: slice, own: Any, slopes: Any, changes: Any) -> None:
+        def sweep_rows(rows: slice, cols: slice, own_hessian: Any, slopes: Any, changes: Any) -> None:
             blocks = slice(cols.start // self._width, cols.stop // self._width)
             code, scale = np.ascontiguousarray(all_codes[rows, cols]), np.ascontiguousarray(all_scales[rows, blocks])
-            sweep_blocks(slopes, changes, own, code, scale, *settings)
+            sweep_blocks(slopes, changes, own_hessian, code, scale, *settings)
             all_codes[rows, cols], all_scales[rows, blocks] = code, scale
 
         sweep_pieces(sweep_rows, gradient, hessian, max(1, SPAN // self._width) * self._width, sweeps)
@@ -365,15 +367,15 @@ def sweep_pieces(sweep_rows: Callable[..., None], gradient: Tensor, hessian: Ten
     """
     columns, step = gradient.shape[1], rows_at_once(len(gradient))
     pieces = [slice(first, min(first + width, columns)) for first in range(0, columns, width)]
-    owns = [hessian[cols, cols].contiguous().numpy() for cols in pieces]
+    own_hessians = [hessian[cols, cols].contiguous().numpy() for cols in pieces]
     for done in range(sweeps):
-        for cols, own in zip(pieces, owns, strict=True):
+        for cols, own_hessian in zip(pieces, own_hessians, strict=True):
             slopes = gradient[:, cols].clone(memory_format=torch.contiguous_format).numpy()
             changes = torch.empty(slopes.shape)
 
             def work(at: int) -> None:
                 rows = slice(at, at + step)
-                sweep_rows(rows, cols, own, slopes[rows], changes.numpy()[rows])  # noqa: B023
+                sweep_rows(rows, cols, own_hessian, slopes[rows], changes.numpy()[rows])  # noqa: B023
 
             on_threads(work, range(0, len(gradient), step))
             others = slice(cols.stop if done + 1 == sweeps else 0, columns)  # after the last sweep: what comes next
@@ -396,33 +398,33 @@ class BlockRounder:
 
     def round(self, piece: Tensor, factor: Tensor, block: int, columns: slice) -> tuple[Tensor, Tensor]:
         """Codes and errors [R, n] of a block's numbers, in the order of `columns`; its scales are put in place."""
-        given, shares = piece.contiguous().numpy(), factor.contiguous().numpy()
+        ordered, shares = piece.contiguous().numpy(), factor.contiguous().numpy()
         codes, errors = torch.empty(piece.shape), torch.empty(piece.shape)
         outs = codes.numpy(), errors.numpy()
         inside, groups, weights = self._inside[columns], self._groups[columns], self._weights[block]
-        step = rows_at_once(len(given))
+        step = rows_at_once(len(ordered))
 
         def work(first: int) -> None:
             rows = slice(first, first + step)
-            numbers = np.empty_like(given[rows])
-            numbers[:, inside] = given[rows]
+            numbers = np.empty_like(ordered[rows])
+            numbers[:, inside] = ordered[rows]
             steps, offsets = self._store(
                 self._search(numbers.reshape(len(numbers), -1, self._layout.group), weights), block, rows
             )
-            round_rows(given[rows], shares, steps, offsets, groups, *(out[rows] for out in outs), *self._grid)
+            round_rows(ordered[rows], shares, steps, offsets, groups, *(out[rows] for out in outs), *self._grid)
 
-        on_threads(work, range(0, len(given), step))
+        on_threads(work, range(0, len(ordered), step))
         return codes, errors
 
-    def _store(self, found: tuple[Any, ...], block: int, rows: slice) -> tuple[Any, Any]:
+    def _store(self, parts: tuple[Any, ...], block: int, rows: slice) -> tuple[Any, Any]:
         """What a code is multiplied by and what is added, [R, groups]; rounded once, as the decoder does."""
-        d, dmin, scales, mins = found
-        into, own = self._scales, self._scales.groups(block)
+        d, dmin, scales, mins = parts
+        into, groups = self._scales, self._scales.groups(block)
         if scales is None:
             into.d.numpy()[rows, block], into.dmin.numpy()[rows, block] = d[:, 0], dmin[:, 0]
             return d, dmin
         into.d.numpy()[rows, block], into.dmin.numpy()[rows, block] = d[:, 0], -dmin[:, 0]
-        into.scales.numpy()[rows, own], into.mins.numpy()[rows, own] = scales, mins
+        into.scales.numpy()[rows, groups], into.mins.numpy()[rows, groups] = scales, mins
         return d * scales, -dmin * mins
 
 
@@ -446,8 +448,9 @@ def sweep_groups(
         own_hessian = hessian[first : first + width, first : first + width]
         sums[first] = own_hessian.reshape(-1, layout.group, len(own_hessian)).sum(1).numpy()
 
-    def sweep_rows(rows: slice, cols: slice, own: Any, slopes: Any, changes: Any) -> None:
-        _sweep_groups(slopes, changes, own, sums[cols.start], *(part[rows] for part in parts), cols.start, *numbers)
+    def sweep_rows(rows: slice, cols: slice, hessian_part: Any, slopes: Any, changes: Any) -> None:
+        of_rows = (part[rows] for part in parts)
+        _sweep_groups(slopes, changes, hessian_part, sums[cols.start], *of_rows, cols.start, *numbers)
 
     sweep_pieces(sweep_rows, gradient, hessian, width, sweeps)
 
@@ -458,19 +461,20 @@ def _limits(layout: Layout) -> tuple[int, int, bool, bool, np.float32, np.float3
 
 
 def _by_rows(
-    loop: Callable[..., None], piece: Tensor, by_row: tuple[int, ...], given: tuple[Tensor, ...], grid: Grid
+    loop: Callable[..., None], piece: Tensor, by_row: tuple[int, ...], tensors: tuple[Tensor, ...], grid: Grid
 ) -> None:
     """`loop` on some rows of the piece, and of what is given by row, at a time."""
-    whole = piece.contiguous().numpy()
-    arrays: list[Any] = [tensor.contiguous().numpy() for tensor in given]
+    numbers_in = piece.contiguous().numpy()
+    arrays: list[Any] = [tensor.contiguous().numpy() for tensor in tensors]
     numbers = _numbers_of(grid)
-    step = rows_at_once(len(whole))
+    step = rows_at_once(len(numbers_in))
 
     def work(first: int) -> None:
         rows = slice(first, first + step)
-        loop(whole[rows], *(array[rows] if place in by_row else array for place, array in enumerate(arrays)), *numbers)
+        of_rows = (array[rows] if index in by_row else array for index, array in enumerate(arrays))
+        loop(numbers_in[rows], *of_rows, *numbers)
 
-    on_threads(work, range(0, len(whole), step))
+    on_threads(work, range(0, len(numbers_in), step))
 
 
 def _numbers_of(grid: Grid) -> tuple[Any, ...]:
@@ -559,18 +563,18 @@ def _sweep_groups(
                 before[k] = F32(F32(code[k] * step) + offset)
             for part in range(numbers // group):
                 begin = start + part * group
-                own = of_groups[part]
-                own[:] = ZERO
+                line_sums = of_groups[part]
+                line_sums[:] = ZERO
                 for k in range(begin, begin + group):
                     share, line = code[k], hessian[k]
                     if share != ZERO:
                         for index in range(width):
-                            own[index] += share * line[index]
+                            line_sums[index] += share * line[index]
                 if has_groups:
                     at = (first + begin) // group
-                    rise, curve = _along(code, slope, own, begin, begin + group)
+                    rise, curve = _along(code, slope, line_sums, begin, begin + group)
                     scales[row, at] = _better_integer(
-                        scales[row, at], ds[row, block], rise, curve, scale_low, scale_high, slope, own
+                        scales[row, at], ds[row, block], rise, curve, scale_low, scale_high, slope, line_sums
                     )
                     if has_min:
                         sums = hessian_sums[begin // group]
@@ -643,3 +647,161 @@ def _better_integer(now, unit, rise, curve, low, high, slope, change):
     for index in range(slope.size):
         slope[index] -= move * change[index]
     return wanted
+
+
+# ---- vectors of eight numbers: the loops of round_vectors ------------------------------------------------------------
+
+
+def round_vector_piece(
+    piece: Tensor, factor: Tensor, weights: Tensor, steps: Tensor, layout: VectorLayout
+) -> tuple[Tensor, Tensor]:
+    """This is `round_vectors._round_piece`, compiled."""
+    v, errors = torch.empty(piece.shape), torch.empty(piece.shape)
+    arrays_in = [tensor.contiguous().numpy() for tensor in (piece, steps, factor, weights.reshape(1, -1))]
+    outs, step = (v.numpy(), errors.numpy()), rows_at_once(len(piece))
+
+    def work(first: int) -> None:
+        rows = slice(first, first + step)
+        arrays = [array[rows] for array in (*arrays_in[:2], *outs)]
+        round_rows_to_vectors(*arrays, *arrays_in[2:], *book_of(layout.ggml_type), layout.even)
+
+    on_threads(work, range(0, len(piece), step))
+    return v, errors
+
+
+def sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorScales, sweeps: int) -> None:
+    """This is `round_vectors._sweep_vectors`, compiled."""
+    layout, book = scales.layout, book_of(scales.layout.ggml_type)
+    per_block = NUMBERS // layout.group
+    parts = hessian.reshape(len(hessian) // 8, 8, len(hessian) // 8, 8)
+    inverses = inverse_of(torch.stack([parts[unit, :, unit] for unit in range(len(parts))])).numpy()
+    weights = hessian.diagonal().contiguous().reshape(1, -1).numpy()
+    all_numbers, ds, stored = v.numpy(), scales.d.numpy(), scales.stored.numpy()
+
+    def sweep_rows(rows: slice, cols: slice, own_hessian: Any, slopes: Any, changes: Any) -> None:
+        block = cols.start // NUMBERS
+        groups = slice(block * per_block, (block + 1) * per_block)
+        numbers, d, multiples = (
+            np.ascontiguousarray(all_numbers[rows, cols]),
+            ds[rows, block].copy(),
+            stored[rows, groups].copy(),
+        )
+        of_units = inverses[cols.start // 8 : cols.stop // 8]
+        own_weights = np.ascontiguousarray(weights[:, cols])
+        sweep_block(
+            slopes,
+            changes,
+            own_hessian,
+            of_units,
+            own_weights,
+            numbers,
+            d,
+            multiples,
+            layout.group,
+            F32(layout.unit),
+            *book,
+            layout.even,
+        )
+        all_numbers[rows, cols], ds[rows, block], stored[rows, groups] = numbers, d, multiples
+
+    sweep_pieces(sweep_rows, gradient, hessian, NUMBERS, sweeps)
+
+
+# ---- compiled ------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def round_rows_to_vectors(piece, steps, v, errors, factor, weights, numbers, levels, begins, seconds, positions, even):
+    width = piece.shape[1]
+    room, pair, left = empty_room(), np.empty(2, np.int32), np.empty((1, width), F32)
+    for row in range(piece.shape[0]):
+        for k in range(width):
+            left[0, k] = piece[row, k]
+        for unit in range(width // 8):
+            step, at = steps[row, unit], 8 * unit
+            signs = nearest_eight(
+                left, 0, at, weights, 0, at, step, numbers, levels, begins, seconds, positions, even, room, pair
+            )
+            numbers_of_eight(signs, pair, numbers, v[row], at)
+            for j in range(at, at + 8):
+                error = F32(F32(left[0, j] - F32(v[row, j] * step)) / factor[j, j])
+                errors[row, j] = error
+                for k in range(j + 1, width):
+                    left[0, k] -= error * factor[j, k]
+
+
+@compiled
+def sweep_block(
+    slopes, changes, hessian, inverses, weights, v, ds, stored, group, unit,
+    numbers, levels, begins, seconds, positions, even,
+):  # fmt: skip
+    width = slopes.shape[1]
+    room, pair, best, tried = empty_room(), np.empty(2, np.int32), np.empty((1, 8), F32), np.empty(8, F32)
+    line, whole, before = np.empty(width, F32), np.empty(width, F32), np.empty(width, F32)
+    for row in range(slopes.shape[0]):
+        slope, row_values = slopes[row], v[row]
+        for k in range(width):
+            before[k] = row_values[k] * F32(ds[row] * F32(F32(stored[row, k // group] * 2 + 1) * unit))
+        whole[:] = ZERO
+        for part in range(width // group):
+            line[:] = ZERO
+            rise = curve = ZERO
+            for k in range(part * group, (part + 1) * group):
+                rise += row_values[k] * slope[k]
+                for col in range(width):
+                    line[col] += row_values[k] * hessian[k, col]
+            for k in range(part * group, (part + 1) * group):
+                curve += row_values[k] * line[k]
+            now, d = F32(F32(stored[row, part] * 2 + 1) * unit), ds[row]
+            if d > ZERO:
+                wanted = F32(F32(now + F32(F32(rise / curve) / d)) / unit)
+                index = min(max(F32(F32(F32(F32(wanted - 1) * F32(0.5)) + NEAREST) - NEAREST), ZERO), F32(MOST))
+                multiple = F32(F32(index * 2 + 1) * unit)
+                move = F32(F32(multiple - now) * d)
+                if F32(2) * move * rise > move * move * curve:
+                    stored[row, part], now = index, multiple
+                    for col in range(width):
+                        slope[col] -= move * line[col]
+            for col in range(width):
+                whole[col] += now * line[col]
+        rise = curve = ZERO
+        for k in range(width):
+            way = row_values[k] * F32(F32(stored[row, k // group] * 2 + 1) * unit)
+            rise += way * slope[k]
+            curve += way * whole[k]
+        wanted = as_half(max(F32(ds[row] + F32(rise / curve)), ZERO))
+        move = F32(wanted - ds[row])
+        if F32(2) * move * rise > move * move * curve:
+            ds[row] = wanted
+            for col in range(width):
+                slope[col] -= move * whole[col]
+        for vector in range(width // 8):
+            at = 8 * vector
+            step = F32(ds[row] * F32(F32(stored[row, at // group] * 2 + 1) * unit))
+            for j in range(8):
+                total = ZERO
+                for k in range(8):
+                    total += slope[at + k] * inverses[vector, k, j]
+                best[0, j] = row_values[at + j] * step + total
+            signs = nearest_eight(
+                best, 0, 0, weights, 0, at, step, numbers, levels, begins, seconds, positions, even, room, pair
+            )
+            numbers_of_eight(signs, pair, numbers, tried, 0)
+            gain = F32(0)
+            for j in range(8):
+                change = F32(F32(tried[j] - row_values[at + j]) * step)
+                if change != ZERO:
+                    total = ZERO
+                    for k in range(8):
+                        total += F32(F32(tried[k] - row_values[at + k]) * step) * hessian[at + k, at + j]
+                    gain += change * F32(F32(2) * slope[at + j] - total)
+            if gain > ZERO:
+                for j in range(8):
+                    change = F32(F32(tried[j] - row_values[at + j]) * step)
+                    if change != ZERO:
+                        row_values[at + j] = tried[j]
+                        for col in range(width):
+                            slope[col] -= change * hessian[at + j, col]
+        for k in range(width):
+            step = F32(ds[row] * F32(F32(stored[row, k // group] * 2 + 1) * unit))
+            changes[row, k] = F32(row_values[k] * step) - before[k]

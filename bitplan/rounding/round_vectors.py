@@ -30,7 +30,7 @@ from bitplan.formats.gguf.grids import (
 from bitplan.formats.gguf.search import column_weights
 from bitplan.rounding.error_compensation import OrderedFactor
 from bitplan.rounding.layout import VectorScales, inverse_of, unordered
-from bitplan.rounding.pick_loops import is_compiled
+from bitplan.rounding.round_columns import is_compiled
 
 
 def round_vectors(matrix: Tensor, by: OrderedFactor, fmt: GgufVectors, sweeps: int) -> Tensor:
@@ -39,7 +39,7 @@ def round_vectors(matrix: Tensor, by: OrderedFactor, fmt: GgufVectors, sweeps: i
     v, scales = _compensate(matrix, by, layout, search)
     gradient = (matrix - scales.values(v)) @ by.damped
     if is_compiled(matrix):
-        from bitplan.rounding.round_vectors_cpu import sweep_vectors
+        from bitplan.rounding.round_columns_cpu import sweep_vectors
     else:
         sweep_vectors = _sweep_vectors
     sweep_vectors(gradient, v, by.damped, scales, sweeps)
@@ -66,7 +66,7 @@ def _compensate(
     """Vectors' numbers with signs [R, filled], and scales, a block after the other."""
     round_piece: Any = _round_piece
     if is_compiled(matrix):
-        from bitplan.rounding.round_vectors_cpu import round_piece
+        from bitplan.rounding.round_columns_cpu import round_vector_piece as round_piece
     rows, filled = matrix.shape
     scales = VectorScales(
         layout, matrix.new_empty(rows, filled // NUMBERS), matrix.new_empty(rows, filled // layout.group)
@@ -137,11 +137,11 @@ def _sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorS
             steps = scales.d[:, block, None] * multiples
             for unit in range(NUMBERS // SIGNED):
                 at = slice(first + unit * SIGNED, first + (unit + 1) * SIGNED)
-                own, step = hessian[at, at], steps[:, unit * SIGNED // layout.group]
-                best = v[:, at] * step.unsqueeze(1) + gradient[:, at] @ inverse_of(own)
-                tried = _nearest(best, own.diagonal(), step, layout)
+                own_hessian, step = hessian[at, at], steps[:, unit * SIGNED // layout.group]
+                best = v[:, at] * step.unsqueeze(1) + gradient[:, at] @ inverse_of(own_hessian)
+                tried = _nearest(best, own_hessian.diagonal(), step, layout)
                 change = (tried - v[:, at]) * step.unsqueeze(1)
-                gain = 2 * (change * gradient[:, at]).sum(1) - ((change @ own) * change).sum(1)
+                gain = 2 * (change * gradient[:, at]).sum(1) - ((change @ own_hessian) * change).sum(1)
                 change = torch.where((gain > 0).unsqueeze(1), change, 0.0)
                 v[:, at] = torch.where((gain > 0).unsqueeze(1), tried, v[:, at])
                 gradient -= change @ hessian[at]

@@ -47,7 +47,7 @@ COLUMNS = 64  # of a row that `weighted_cost` reads at once
 def round_piece(
     piece: Tensor, factor: Tensor, steps: Tensor, offsets: Tensor, parts: Tensor, grid: Any
 ) -> tuple[Tensor, Tensor]:
-    """As `round_columns.round_piece`; rows of all may lie apart."""
+    """This is `round_columns.round_piece`, compiled; rows of all tensors may lie apart."""
     codes, errors = (torch.empty(piece.shape, device=piece.device) for _ in range(2))
     parts = parts.to(piece.device, torch.int32)
     rows, width = piece.shape
@@ -76,7 +76,7 @@ def round_piece(
 
 
 def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Any) -> Tensor:
-    """As `round_columns.cost_of_scales`."""
+    """This is `round_columns.cost_of_scales`, compiled."""
     piece, factor, scales = _contiguous(piece, factor, scales)
     cost = torch.empty_like(scales)
     (rows, width), count = piece.shape, scales.shape[1]
@@ -100,7 +100,7 @@ def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Any) -> 
 def sweep_piece(
     gradient: Tensor, codes: Tensor, hessian: Tensor, steps: Tensor, parts: Tensor, grid: Any
 ) -> tuple[Tensor, Tensor]:
-    """As `round_columns.sweep_piece`."""
+    """This is `round_columns.sweep_piece`, compiled."""
     gradient, codes, hessian, steps = _contiguous(gradient, codes, hessian, steps)
     better, changes, parts = torch.empty_like(codes), torch.empty_like(codes), parts.to(codes.device, torch.int32)
     rows, width = gradient.shape
@@ -123,7 +123,7 @@ def sweep_piece(
 
 
 def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Any) -> Tensor:
-    """As `round_columns.weighted_cost`, but for the order of the sum."""
+    """This is `round_columns.weighted_cost`, compiled, but for the order of the sum."""
     piece, weights, scales = _contiguous(piece, weights, scales)
     cost = torch.empty_like(scales)
     (rows, width), count = piece.shape, scales.shape[1]

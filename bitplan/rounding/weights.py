@@ -38,7 +38,6 @@ from bitplan.rounding.error_compensation import (
     factor_of,
     sweep,
 )
-from bitplan.rounding.group_scales import GroupScales
 from bitplan.rounding.layout import (
     Grid,
     ScaledBlocks,
@@ -51,9 +50,9 @@ from bitplan.rounding.layout import (
     unordered,
     with_rows_of,
 )
-from bitplan.rounding.pick_loops import in_batches, is_compiled, loops_for, rounding_rows_of
+from bitplan.rounding.round_columns import in_batches, is_compiled, loops_for, rounding_rows_of
 from bitplan.rounding.round_vectors import round_vectors
-from bitplan.rounding.scale_search import ScaleLadder, search_scales
+from bitplan.rounding.scale_search import GroupScales, ScaleLadder, search_scales
 
 # ---- GGUF's blocks of groups -----------------------------------------------------------------------------------------
 
@@ -134,7 +133,8 @@ def _on_gpu(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: Grou
 
     width = layout.numbers
     parts = (at % width // layout.group).int()
-    places = unordered((torch.arange(len(at), device=at.device) % width).int()[None], at)[0]  # in the order of a block
+    in_order = (torch.arange(len(at), device=at.device) % width).int()[None]
+    positions = unordered(in_order, at)[0]  # of a block's columns, from left to right
     weights = _block_weights(factor, at, layout)
     unused = torch.empty((len(scales.d), width), dtype=torch.uint8, device=at.device)
 
@@ -142,7 +142,7 @@ def _on_gpu(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: Grou
         inside, groups = _columns(block, width), scales.groups(block)
         d, dmin = scales.d[:, block : block + 1], scales.dmin[:, block : block + 1]
         stored = d, dmin, scales.scales[:, groups], scales.mins[:, groups]
-        search_into(piece, weights[inside], layout, places[inside], *stored, unused)
+        search_into(piece, weights[inside], layout, positions[inside], *stored, unused)
         if layout.has_groups:  # taken away where it has integers, added where it has none
             dmin.neg_()
         return round_piece(piece, factor_of_block, scales.steps(block), scales.offsets(block), parts[columns], grid)
@@ -168,8 +168,8 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
             continue
         for block in blocks:
             cols = _columns(block, width)
-            own_hessian, here = hessian[cols, cols], gradient[:, cols]
-            moved, slope = scales.improve(block, codes[:, cols], here, own_hessian)
+            own_hessian, slope_before = hessian[cols, cols], gradient[:, cols]
+            moved, slope = scales.improve(block, codes[:, cols], slope_before, own_hessian)
             codes[:, cols], changes = loops.sweep_piece(
                 slope, codes[:, cols], own_hessian, scales.steps(block), parts, grid
             )
@@ -199,8 +199,8 @@ def _sweep_batches(
 
 def _block_weights(factor: Tensor, at: Tensor, layout: Layout) -> Tensor:
     """Weights of columns as the search of each block takes them: with a mean near 1, none too small."""
-    given = unordered(factor.diagonal().square().reciprocal()[None], at)[0].double().reshape(-1, layout.numbers)
-    return (given / given.mean(1, keepdim=True).clamp(min=1e-300)).clamp(1e-6, 1e6).float().reshape(-1)
+    raw = unordered(factor.diagonal().square().reciprocal()[None], at)[0].double().reshape(-1, layout.numbers)
+    return (raw / raw.mean(1, keepdim=True).clamp(min=1e-300)).clamp(1e-6, 1e6).float().reshape(-1)
 
 
 def _columns(block: int, width: int) -> slice:
@@ -393,11 +393,11 @@ def _round(
 
     before, after = errors_of(plain), errors_of(rounded)
     worse = (~(after <= before)).expand(layout.strips)
-    whole = (float(errors_of(None).sum()) or 1.0) if has_report else 1.0
+    unit = (float(errors_of(None).sum()) or 1.0) if has_report else 1.0
     report = Rounding(
         measure,
-        float(before.sum()) / whole,
-        float(torch.minimum(after.nan_to_num(torch.inf), before).sum()) / whole,
+        float(before.sum()) / unit,
+        float(torch.minimum(after.nan_to_num(torch.inf), before).sum()) / unit,
         layout.strips,
         int(worse.sum()),
         used,

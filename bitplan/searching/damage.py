@@ -41,7 +41,7 @@ from bitplan.plan.names import natural_order
 from bitplan.plan.structure.families import joined_name
 from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.layout import layout_of
-from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads
+from bitplan.rounding.round_columns import SMALLEST_FOR_CPU, compiled_on_threads
 from bitplan.rounding.weights import RoundingOptions, round_weight
 from bitplan.searching.blocks import torch_threads
 from bitplan.searching.evidence import place_of

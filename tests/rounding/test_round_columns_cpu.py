@@ -12,12 +12,17 @@ from bitplan.base.loops.jit import thread_count
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import encode
 from bitplan.formats.gguf.blocks import GgufBlocks
-from bitplan.rounding import pick_loops, round_columns, weights
+from bitplan.rounding import round_columns, weights
 from bitplan.rounding.error_compensation import InputHessian, compensate
-from bitplan.rounding.group_scales import GroupScales
 from bitplan.rounding.layout import grid_of, layout_of, scales_of
-from bitplan.rounding.pick_loops import SMALLEST_FOR_CPU, compiled_on_threads, is_compiled, loops_for, rounding_rows_of
-from bitplan.rounding.scale_search import ScaleLadder, candidates_of
+from bitplan.rounding.round_columns import (
+    SMALLEST_FOR_CPU,
+    compiled_on_threads,
+    is_compiled,
+    loops_for,
+    rounding_rows_of,
+)
+from bitplan.rounding.scale_search import GroupScales, ScaleLadder, candidates_of
 from bitplan.rounding.weights import grid_of_groups
 
 cpu_pieces = pytest.importorskip("bitplan.rounding.round_columns_cpu", exc_type=ImportError)
@@ -85,7 +90,7 @@ def test_scaled_blocks_are_compensated_as_the_definition_does_it(fmt: str, monke
     given = by, scales_of(plain, layout), layout, ScaleLadder(found, grid, plain.base)
     with rounding_rows_of(torch.empty(SMALLEST_FOR_CPU)), compiled_on_threads(2):
         compiled = compensate(matrix, *given)
-    monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", 2**40)
+    monkeypatch.setattr(round_columns, "SMALLEST_FOR_CPU", 2**40)
     definition = compensate(matrix, *given)
     assert torch.equal(compiled.codes, definition.codes)
     assert torch.equal(compiled.scales, definition.scales)

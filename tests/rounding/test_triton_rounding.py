@@ -10,7 +10,7 @@ from bitplan.formats.dispatch import decode
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.formats.gguf.search import SearchBySums, TorchSums, search_blocks
-from bitplan.rounding import error_compensation, pick_loops, round_columns, weights
+from bitplan.rounding import error_compensation, round_columns, weights
 from bitplan.rounding.layout import grid_of, layout_of
 from bitplan.rounding.weights import grid_of_groups, round_with_report
 
@@ -71,7 +71,7 @@ def test_batches_of_columns_equal_one_column_at_a_time(
     inputs = torch.randn(4 * cols, cols, generator=generator)
     weight, hessian = torch.randn(2, cols, generator=generator), inputs.T @ inputs
     expected, report = round_with_report(weight, fmt, hessian=hessian, sweeps=1)
-    for module in (pick_loops, error_compensation, weights):
+    for module in (round_columns, error_compensation, weights):
         monkeypatch.setattr(module, "in_batches", lambda _: True)
     ours, batched = round_with_report(weight.to(device), fmt, hessian=hessian.to(device), sweeps=1)
     assert batched.after == pytest.approx(report.after, rel=0.02)  # one code that falls elsewhere moves others

@@ -11,7 +11,7 @@ from torch import Tensor
 from bitplan.base.errors import FormatError
 from bitplan.formats import get_format
 from bitplan.formats.codec import decode, encode
-from bitplan.rounding import pick_loops
+from bitplan.rounding import round_columns
 from bitplan.rounding.layout import layout_of, with_rows_of
 from bitplan.rounding.weights import round_weight, round_with_report
 from tests.crosses import few
@@ -143,7 +143,7 @@ def test_compiled_sweeps_are_as_good_as_their_definition(fmt: str, monkeypatch: 
     weight, inputs = example(256 if "_k_" in fmt else COLS)
     errors = []
     for smallest in (2**16, 0):
-        monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", smallest)
+        monkeypatch.setattr(round_columns, "SMALLEST_FOR_CPU", smallest)
         errors.append(round_with_report(weight, fmt, hessian=inputs.T @ inputs)[1].after)
     assert errors[0] == pytest.approx(errors[1], rel=0.005)
 
@@ -155,7 +155,7 @@ def test_columns_of_vectors_make_up_for_each_other(fmt: str, monkeypatch: pytest
     weight, inputs = example(512)
     hessian, after, before_sweeps = inputs.T @ inputs, [], []
     for smallest in (2**16, 0):
-        monkeypatch.setattr(pick_loops, "SMALLEST_FOR_CPU", smallest)
+        monkeypatch.setattr(round_columns, "SMALLEST_FOR_CPU", smallest)
         before_sweeps.append(round_weight(weight, fmt, hessian=hessian, sweeps=0))
         encoded, report = round_with_report(weight, fmt, hessian=hessian)
         unswept = round_with_report(weight, fmt, hessian=hessian, sweeps=0)[1]

@@ -19,7 +19,7 @@ from bitplan.formats.dispatch import SMALLEST_FOR_CPU, encode, explain_encode, p
 from bitplan.report.page import write_report
 from bitplan.rounding import round_columns_cpu
 from bitplan.rounding import weights as round_weight
-from bitplan.rounding.pick_loops import loops_for
+from bitplan.rounding.round_columns import loops_for
 from bitplan.searching import damage, searched_model, timing
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.goal import GoalError, SearchError
