@@ -85,19 +85,19 @@ class BlockRunner:
 
     def __init__(self, model: nn.Module, read: Callable[[str], Tensor], device: torch.device) -> None:
         self.model, self.read, self.device = model, read, device
-        places = {place.key: place for place in named_parameters_of(model)}.values()
+        parameters = {named.key: named for named in named_parameters_of(model)}.values()
         self._prefix = prefix = _block_list(model)
         self.blocks = [] if prefix is None else list(model.get_submodule(prefix).children())
         heads = () if prefix is None else tuple(f"{prefix}.{index}." for index in range(len(self.blocks)))
         self._in_block: list[list[NamedParameter]] = [[] for _ in self.blocks]
         self._outside: list[NamedParameter] = []
         self._kept: dict[int, nn.Parameter] = {}  # what lies outside, on the device
-        for place in places:
-            at = next((index for index, head in enumerate(heads) if place.name.startswith(head)), None)
-            (self._outside if at is None else self._in_block[at]).append(place)
+        for named in parameters:
+            at = next((index for index, head in enumerate(heads) if named.name.startswith(head)), None)
+            (self._outside if at is None else self._in_block[at]).append(named)
         self._gives_tuples = False
         self.vocabulary = 1  # logits of a token, where they can be made a few tokens at a time
-        stacks = [place.parameter for own in self._in_block for place in own if place.parameter.dim() == 3]
+        stacks = [named.parameter for block in self._in_block for named in block if named.parameter.dim() == 3]
         self._small_experts = bool(stacks) and max(stack[0].numel() for stack in stacks) <= SMALL_EXPERT
         self._move_buffers()
 
@@ -112,20 +112,20 @@ class BlockRunner:
                     self._gives_tuples = isinstance(self._call(0, first), tuple)
                 self.vocabulary = self.leave(self.enter(ids, strict=True)).shape[-1]
         except _OutOfOrderError:
-            self._outside += [place for places in self._in_block for place in places]
+            self._outside += [named for block in self._in_block for named in block]
             self.blocks, self._in_block = [], []
 
     def parameters_outside(self) -> list[nn.Parameter]:
         """What lies outside of blocks, each once."""
-        return list({id(place.parameter): place.parameter for place in self._outside}.values())
+        return list({id(named.parameter): named.parameter for named in self._outside}.values())
 
     def is_in_block(self, name: str) -> bool:
         """Whether a parameter, by the model's name, is of a block."""
-        return any(place.name == name for places in self._in_block for place in places)
+        return any(named.name == name for block in self._in_block for named in block)
 
     def name_in_block(self, index: int, name: str) -> str:
         """A parameter's name within a block; empty where it is of another."""
-        if all(place.name != name for place in self._in_block[index]):
+        if all(named.name != name for named in self._in_block[index]):
             return ""
         return name.removeprefix(f"{self._prefix}.{index}.")
 
@@ -143,32 +143,34 @@ class BlockRunner:
             yield
 
     @contextmanager
-    def _in_place(self, places: Sequence[NamedParameter], replaced: Replaced | None, *, keep: bool) -> Iterator[None]:
-        made: dict[int, nn.Parameter] = {}
-        before = [place.module._parameters[place.local] for place in places]  # contexts may be nested
+    def _in_place(
+        self, parameters: Sequence[NamedParameter], replaced: Replaced | None, *, keep: bool
+    ) -> Iterator[None]:
+        in_place: dict[int, nn.Parameter] = {}
+        before = [named.module._parameters[named.local] for named in parameters]  # contexts may be nested
         try:
-            for place in places:
-                key = id(place.parameter)
-                if key not in made:
-                    made[key] = self._parameter(place, replaced, keep=keep)
-                place.module._parameters[place.local] = made[key]
+            for named in parameters:
+                key = id(named.parameter)
+                if key not in in_place:
+                    in_place[key] = self._parameter(named, replaced, keep=keep)
+                named.module._parameters[named.local] = in_place[key]
             yield
         finally:
-            for place, parameter in zip(places, before, strict=True):
-                place.module._parameters[place.local] = parameter
+            for named, parameter in zip(parameters, before, strict=True):
+                named.module._parameters[named.local] = parameter
 
-    def _parameter(self, place: NamedParameter, replaced: Replaced | None, *, keep: bool) -> nn.Parameter:
-        found = None if replaced is None else replaced(place.name)
-        if found is not None:
-            return nn.Parameter(found.to(self.device), requires_grad=False)
-        key = id(place.parameter)
+    def _parameter(self, named: NamedParameter, replaced: Replaced | None, *, keep: bool) -> nn.Parameter:
+        replacement = None if replaced is None else replaced(named.name)
+        if replacement is not None:
+            return nn.Parameter(replacement.to(self.device), requires_grad=False)
+        key = id(named.parameter)
         if key in self._kept:
             return self._kept[key]
-        numbers = self.read(place.name).to(self.device)
-        made = nn.Parameter(numbers.float() if numbers.is_floating_point() else numbers, requires_grad=False)
+        numbers = self.read(named.name).to(self.device)
+        result = nn.Parameter(numbers.float() if numbers.is_floating_point() else numbers, requires_grad=False)
         if keep:
-            self._kept[key] = made
-        return made
+            self._kept[key] = result
+        return result
 
     def _move_buffers(self) -> None:
         for module in self.model.modules():
@@ -187,18 +189,18 @@ class BlockRunner:
         ids = ids.to(self.device)
         if not self.blocks:
             return TokenStates(ids, None)
-        wanted = len(self.blocks) if calls is None else calls
-        seen: list[BlockCall] = []
+        expected_calls = len(self.blocks) if calls is None else calls
+        calls_before: list[BlockCall] = []
         states: list[Tensor] = []  # what the first block got, and what each gave
 
         def watched(index: int) -> Callable[..., Any]:
             def forward(*args: Any, **kwargs: Any) -> Any:
                 state, call = _parted(args, kwargs)
-                if index != len(seen) or (strict and states and state is not states[-1]):
+                if index != len(calls_before) or (strict and states and state is not states[-1]):
                     raise _OutOfOrderError
                 states.append(state.clone() if strict else state)  # a copy: several may get the same state
-                seen.append(call)
-                if len(seen) == wanted:
+                calls_before.append(call)
+                if len(calls_before) == expected_calls:
                     raise _EnteredError
                 return self._as_given(states[-1])
 
@@ -208,13 +210,13 @@ class BlockRunner:
             try:
                 self._logits(ids)
             except _EnteredError:
-                return TokenStates(ids, states[0], seen)
+                return TokenStates(ids, states[0], calls_before)
         raise _OutOfOrderError
 
     def run_block(self, index: int, states: TokenStates) -> TokenStates:
         """One block; its weights are in place."""
-        found = self._call(index, states)
-        return replace(states, hidden=found[0] if isinstance(found, tuple) else found)
+        result = self._call(index, states)
+        return replace(states, hidden=result[0] if isinstance(result, tuple) else result)
 
     def leave(self, states: TokenStates) -> Tensor:
         """The logits after the last block; `outside` weights are in place."""
@@ -237,12 +239,12 @@ class BlockRunner:
         with torch.no_grad(), self.fewer_threads():
             for index in range(len(self.blocks)):
                 with self.block_weights(index, replaced):
-                    states = [self.run_block(index, each) for each in states]
-        return [replace(each, calls=()) for each in states]
+                    states = [self.run_block(index, state) for state in states]
+        return [replace(state, calls=()) for state in states]
 
     def first_block(self, names: Iterable[str]) -> int:
         """The first block that has one of these parameters; 0 where one lies outside of blocks."""
-        blocks = {place.name: index for index, places in enumerate(self._in_block) for place in places}
+        blocks = {named.name: index for index, block in enumerate(self._in_block) for named in block}
         return min((blocks.get(name, 0) for name in names), default=0)
 
     def _call(self, index: int, states: TokenStates) -> Any:
@@ -296,10 +298,10 @@ def _block_list(model: nn.Module) -> str | None:
 
 def equal_lengths(windows: Sequence[Tensor], count: int) -> list[Tensor]:
     """Neighbouring windows of one length, up to `count` together: [windows, length]."""
-    found: list[list[Tensor]] = []
+    batches: list[list[Tensor]] = []
     for window in windows:
-        if found and len(found[-1]) < count and len(found[-1][0]) == len(window):
-            found[-1].append(window)
+        if batches and len(batches[-1]) < count and len(batches[-1][0]) == len(window):
+            batches[-1].append(window)
         else:
-            found.append([window])
-    return [torch.stack(each) for each in found]
+            batches.append([window])
+    return [torch.stack(batch) for batch in batches]

@@ -147,26 +147,26 @@ def collect_evidence(
     workers     processes that round weights, or the address of a Dask scheduler; none unless given
     memory      what is kept in memory; unless given, as much as is free
     """
-    kept = EvidenceFolder(folder)
+    evidence_folder = EvidenceFolder(folder)
     fingerprint = fingerprint_of_search(subject, windows, checks)
-    before = kept.evidence()
+    before = evidence_folder.evidence()
     if before is not None:
         require_same(before, fingerprint, str(folder))
     memory = memory or within_memory(subject, windows, checks, None)
-    known = kept.statistics(fingerprint)
-    rounded = RoundedWeights(subject, known, workers, memory.threads, memory.rounded_at_once)
+    statistics = evidence_folder.statistics(fingerprint)
+    rounded = RoundedWeights(subject, statistics, workers, memory.threads, memory.rounded_at_once)
     if rounded.statistics.windows < len(windows):
         with rounded.compiling(formats):
             rounded.statistics = _gather(rounded, windows, fingerprint, folder, stage)
     evidence = _begin(subject, fingerprint, before, windows, checks)
     evidence.text |= count_experts(subject, rounded.statistics)
     meter = PlanMeter(rounded, checks, unscored=unscored, kept_bytes=memory.kept_logits // 2, kinds=kinds)
-    wanted = groups_with_formats(subject, formats)
-    _predict(rounded, evidence, wanted, kept, stage)
-    parts = _unchecked_parts(evidence, wanted)
+    formats_of = groups_with_formats(subject, formats)
+    _predict(rounded, evidence, formats_of, evidence_folder, stage)
+    parts = _unchecked_parts(evidence, formats_of)
     if parts:
         bits = near_bits or USUAL_BITS
-        asked = replace(evidence, groups={name: _only(evidence.groups[name], wanted[name]) for name in wanted})
+        asked = replace(evidence, groups={name: _only(evidence.groups[name], formats_of[name]) for name in formats_of})
         rival = nearest_uniform(asked, bits)  # which is measured as a whole later on: it is rounded once
         tried = {part: {name: rival.choice[name] for name in names} for part, names in parts.items()}
         meter.prepare(evidence, list(tried.values()), stage)
@@ -174,19 +174,19 @@ def collect_evidence(
             for part, choice in tried.items():
                 _check_part(evidence, choice, meter, part)
                 advance(1, part)
-                kept.save(evidence)
+                evidence_folder.save(evidence)
     members = subject.groups(subject.tensors)
-    candidates = {name: candidates_of(subject, members[name], wanted[name], inputs) for name in wanted}
+    candidates = {name: candidates_of(subject, members[name], formats_of[name], inputs) for name in formats_of}
     if inputs != "keep":
         add_rounded_inputs(evidence, meter, candidates, stage)
-        kept.save(evidence)
+        evidence_folder.save(evidence)
     if rows is not None:
-        timed = dict.fromkeys(name for own in candidates.values() for name in own)
-        with stage("timing", len(wanted)) as advance:
+        timed = dict.fromkeys(name for candidate_names in candidates.values() for name in candidate_names)
+        with stage("timing", len(formats_of)) as advance:
             time_groups(subject, evidence, rows, () if subject.target.streamed else list(timed), advance)
     evidence.complete = True
-    kept.save(evidence)
-    evidence.groups = {name: _only(evidence.groups[name], candidates[name]) for name in wanted}
+    evidence_folder.save(evidence)
+    evidence.groups = {name: _only(evidence.groups[name], candidates[name]) for name in formats_of}
     return evidence, meter
 
 
@@ -198,32 +198,32 @@ def _gather(
     stage: Stage,
 ) -> InputStatistics:
     """Statistics of all windows, saved after every few of them."""
-    subject, statistics, place = rounded.subject, rounded.statistics, folder or rounded.scratch
+    subject, statistics, sums_folder = rounded.subject, rounded.statistics, folder or rounded.scratch
     digests = subject.digests()
     with stage("statistics", steps_of(subject, windows, statistics.windows)) as advance:
         while statistics.windows < len(windows):
-            with scratch_folder(place, "sums") as scratch:
+            with scratch_folder(sums_folder, "sums") as scratch:
                 add_windows(subject, windows, statistics, scratch, lambda n: advance(n, "blocks"))
-                statistics.save(place, fingerprint, digests)
-            statistics = InputStatistics.load(place, fingerprint)
+                statistics.save(sums_folder, fingerprint, digests)
+            statistics = InputStatistics.load(sums_folder, fingerprint)
     return statistics
 
 
 def _predict(
     rounded: RoundedWeights,
     evidence: SearchEvidence,
-    wanted: Mapping[str, Sequence[str]],
-    kept: EvidenceFolder,
+    formats_of: Mapping[str, Sequence[str]],
+    evidence_folder: EvidenceFolder,
     stage: Stage,
 ) -> None:
     """Predict what formats cost groups, for all that the evidence does not have; saved group by group."""
     subject, experts, tensors = rounded.subject, ExpertDamage(rounded), rounded.subject.tensors
     members = subject.groups(tensors)
-    weights = {name: [weight for each in members[name] for weight in tensors[each].weights] for name in wanted}
+    weights = {name: [weight for tensor in members[name] for weight in tensors[tensor].weights] for name in formats_of}
     missing: dict[str, list[str]] = {}
-    for name, candidates in wanted.items():
-        known = evidence.groups[name].formats if name in evidence.groups else {}
-        absent = [fmt for fmt in candidates if fmt not in known]
+    for name, candidates in formats_of.items():
+        known_costs = evidence.groups[name].formats if name in evidence.groups else {}
+        absent = [fmt for fmt in candidates if fmt not in known_costs]
         if absent:
             missing[name] = by_width(subject.sites[weights[name][0]].shape, absent)
     if not missing:
@@ -247,14 +247,14 @@ def _predict(
     with in_shares(stage, "rounding", total) as advance, rounded.predicting() as each_of:
         for weight, _ in zip(compared, each_of(compare, list(compared)), strict=True):
             advance(first_work[weight], f"what statistics gain for {projection_of(weight)}")
-        for name, found in zip(missing, each_of(costs, list(missing)), strict=True):
-            held = {each: (tensors[each].shape, tensors[each].role) for each in members[name]}
-            group = evidence.groups.get(name) or TensorGroup(held)
-            for fmt, nats in found.items():
-                nbytes = sum(subject.target.nbytes(fmt, shape) for shape, _ in held.values())
+        for name, nats_by_format in zip(missing, each_of(costs, list(missing)), strict=True):
+            shapes_and_roles = {tensor: (tensors[tensor].shape, tensors[tensor].role) for tensor in members[name]}
+            group = evidence.groups.get(name) or TensorGroup(shapes_and_roles)
+            for fmt, nats in nats_by_format.items():
+                nbytes = sum(subject.target.nbytes(fmt, shape) for shape, _ in shapes_and_roles.values())
                 group.formats[fmt] = FormatCost(nbytes, nats)
             evidence.groups[name] = group
-            kept.save(evidence)
+            evidence_folder.save(evidence)
             advance(work[name], name)
 
 
@@ -266,7 +266,11 @@ def _work(subject: SearchSubject, weight: str) -> int:
 
 def _unchecked_parts(evidence: SearchEvidence, names: Iterable[str]) -> dict[str, list[str]]:
     """Groups by projection, over all layers; only projections of which some group was not checked."""
-    return {part: own for part, own in by_part(names).items() if any(not evidence.groups[each].checked for each in own)}
+    return {
+        part: members
+        for part, members in by_part(names).items()
+        if any(not evidence.groups[name].checked for name in members)
+    }
 
 
 def _check_part(evidence: SearchEvidence, choice: Mapping[str, str], meter: PlanMeter, part: str) -> None:
@@ -333,11 +337,11 @@ def count_experts(subject: SearchSubject, statistics: InputStatistics) -> dict[s
 
     def experts(names: Iterable[str]) -> int:
         slices = [subject.sites[name].slice for name in names]
-        return len({(each.stack.rpartition(".")[0], each.expert) for each in slices if each is not None})
+        return len({(expert.stack.rpartition(".")[0], expert.expert) for expert in slices if expert is not None})
 
-    whole = experts(subject.sites)
+    expert_count = experts(subject.sites)
     unseen = experts(name for name in statistics.unseen if name in subject.sites)
-    return {"experts": whole, "unseen_experts": unseen} if whole else {}
+    return {"experts": expert_count, "unseen_experts": unseen} if expert_count else {}
 
 
 def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[int, int]:
@@ -346,14 +350,14 @@ def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[i
     Layers that read one input share a matrix of its columns; of few outputs there is one of theirs, too. What every
     block got waits on disk for the way back.
     """
-    kept, tensors = 0, subject.tensors
-    for names in group_tensors(tensors, fused=True, seen=subject.seen_groups).values():
-        kept += 4 * len(tensors[names[0]].weights) * tensors[names[0]].shape[-1] ** 2
+    kept_bytes, tensors = 0, subject.tensors
+    for names in group_tensors(tensors, fused=True, joined_names=subject.seen_groups).values():
+        kept_bytes += 4 * len(tensors[names[0]].weights) * tensors[names[0]].shape[-1] ** 2
         outputs = [subject.sites[weight].shape[0] for name in names for weight in tensors[name].weights]
-        kept += 4 * sum(rows**2 for rows in outputs if rows <= MOST_OUTPUTS)
-    width = next((each.embedding_dim for each in subject.model.modules() if isinstance(each, nn.Embedding)), 0)
+        kept_bytes += 4 * sum(rows**2 for rows in outputs if rows <= MOST_OUTPUTS)
+    width = next((module.embedding_dim for module in subject.model.modules() if isinstance(module, nn.Embedding)), 0)
     tokens = min(GRADIENT_TOKENS, sum(map(len, windows)))
-    return kept, kept + 4 * tokens * width * len(subject.runner.blocks)
+    return kept_bytes, kept_bytes + 4 * tokens * width * len(subject.runner.blocks)
 
 
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
@@ -361,31 +365,31 @@ def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
     tensors = subject.tensors
     groups = subject.groups(tensors)
     return sum(tensor.nbytes for tensor in subject.stays.values()) + sum(
-        min(sum(subject.target.nbytes(fmt, tensors[name].shape) for name in groups[group]) for fmt in held)
-        for group, held in groups_with_formats(subject, formats).items()
+        min(sum(subject.target.nbytes(fmt, tensors[name].shape) for name in groups[group]) for fmt in held_formats)
+        for group, held_formats in groups_with_formats(subject, formats).items()
     )
 
 
 def groups_with_formats(subject: SearchSubject, formats: Sequence[str]) -> dict[str, list[str]]:
     """Every group with the formats that hold all of its tensors."""
-    found, tensors = {}, subject.tensors
-    for name, own in subject.groups(tensors).items():
-        held = list(formats)
-        for tensor in own:
+    formats_by_group, tensors = {}, subject.tensors
+    for name, members in subject.groups(tensors).items():
+        held_formats = list(formats)
+        for tensor in members:
             shape, first = tensors[tensor].shape, subject.sites[tensors[tensor].weights[0]]
-            held = formats_that_hold(shape, held)
+            held_formats = formats_that_hold(shape, held_formats)
             if first.slice is not None:  # packed experts are stacked, and a stack has one factor
-                held = [fmt for fmt in held if not needs_base(fmt)]
+                held_formats = [fmt for fmt in held_formats if not needs_base(fmt)]
                 if subject.target.packs_layers:  # both stacks of a layer or neither
-                    held = [fmt for fmt in held if not get_format(fmt).is_cast] or held
-            if not held:
+                    held_formats = [fmt for fmt in held_formats if not get_format(fmt).is_cast] or held_formats
+            if not held_formats:
                 raise SearchError(
                     f"{subject.where}: {tensor}: rows of {shape[-1]} are not whole blocks of any of "
                     f"{', '.join(formats)}; add a format with smaller blocks, or leave it as it is",
                     settings={"formats": None, "keep": tensor},
                 )
-        found[name] = held
-    return found
+        formats_by_group[name] = held_formats
+    return formats_by_group
 
 
 def _predicted(rounded: RoundedWeights, experts: ExpertDamage, weights: Sequence[str], fmt: str) -> float:

@@ -125,15 +125,15 @@ class RoundingProcesses:
                     waiting.add(self._pool.submit(job.run))
                     while len(waiting) >= self.count + AHEAD:
                         done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                        for each in done:
-                            yield from each.result()
+                        for future in done:
+                            yield from future.result()
                 while waiting:
                     done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-                    for each in done:
-                        yield from each.result()
+                    for future in done:
+                        yield from future.result()
         finally:
-            for each in waiting:
-                each.cancel()
+            for future in waiting:
+                future.cancel()
 
     @contextmanager
     def _ends_are_named(self) -> Iterator[None]:
@@ -237,20 +237,20 @@ def round_by_rows(
     """`round_weight`, of a large weight some rows at a time: rows without `outputs` are rounded apart, to the same
     bits. Scales that share a base have that of the whole.
     """
-    known = get_format(fmt)
+    format_ = get_format(fmt)
     pieces = [weight] if options.get("outputs") is not None else pieces_of(weight, at_once, _height(weight.shape, fmt))
     if len(pieces) < 2:
         return round_weight(weight, fmt, **options)
-    if known.scales is not None and known.scales.needs_base:
+    if format_.scales is not None and format_.scales.needs_base:
         bases = [encode(piece, fmt).base for piece in pieces]
         options["base"] = max(float(base) for base in bases if base is not None)
     encoded = [round_weight(piece, fmt, **options).parts for piece in pieces]
-    shapes = known.part_shapes(tuple(weight.shape))
+    shapes = format_.part_shapes(tuple(weight.shape))
     parts = {
-        name: encoded[0][name] if name == "base" else torch.cat([each[name] for each in encoded]).reshape(shape)
+        name: encoded[0][name] if name == "base" else torch.cat([part[name] for part in encoded]).reshape(shape)
         for name, (_, shape) in shapes.items()
     }
-    return Encoded(known, tuple(weight.shape), **parts)
+    return Encoded(format_, tuple(weight.shape), **parts)
 
 
 @dataclass
@@ -287,16 +287,16 @@ class RoundedWeights:
         site = self.subject.sites[name]
         stored = self._files.get((name, fmt))
         if stored is not None:
-            parts = {part: each.read().to(self.subject.device) for part, each in stored.items()}
+            parts = {part: stored_part.read().to(self.subject.device) for part, stored_part in stored.items()}
             return Encoded(get_format(fmt), site.shape, **parts)
-        made = self._round(site, fmt)
-        self._write(site, fmt, made)
-        return made
+        encoded = self._round(site, fmt)
+        self._write(site, fmt, encoded)
+        return encoded
 
-    def _write(self, site: WeightSite, fmt: str, made: Encoded) -> None:
+    def _write(self, site: WeightSite, fmt: str, encoded: Encoded) -> None:
         with self._lock:
             path = self.scratch / f"weight-{len(self._files)}"
-            self._files[site.name, fmt] = self._writer.write(path, made.parts)
+            self._files[site.name, fmt] = self._writer.write(path, encoded.parts)
 
     def round_all(self, pairs: Iterable[tuple[str, str]], on_done: Callable[[str, str], None]) -> None:
         """Round weights to formats that are not rounded yet, those of different inputs on several threads or processes.
@@ -308,8 +308,8 @@ class RoundedWeights:
             jobs.setdefault(self.statistics.owner(name), []).append((name, fmt))
         if self._processes is not None:
             longest_first = sorted(jobs.values(), key=self._work, reverse=True)
-            for name, fmt, places in self._processes.round(map(self._job_for_process, longest_first)):
-                self._files[name, fmt] = places
+            for name, fmt, stored_parts in self._processes.round(map(self._job_for_process, longest_first)):
+                self._files[name, fmt] = stored_parts
                 on_done(name, fmt)
             return
         workers = min(len(jobs), self._workers(name for job in jobs.values() for name, _ in job))
@@ -395,8 +395,8 @@ class RoundedWeights:
             {name: self.subject.numbers_with(name) for name in names},
             [(name, fmt, self.scratch / f"rounded-{next(self._numbers)}") for name, fmt in pairs],
             None if hessian is None else as_array(hessian),
-            {name: as_array(found) for name in names if (found := statistics.moments(name)) is not None},
-            {name: as_array(found) for name in names if (found := statistics.outputs(name)) is not None},
+            {name: as_array(sums) for name in names if (sums := statistics.moments(name)) is not None},
+            {name: as_array(sums) for name in names if (sums := statistics.outputs(name)) is not None},
             self.at_once,
         )
 
@@ -413,36 +413,36 @@ class RoundedWeights:
     def missing(self, pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
         """Weights and formats that are not rounded yet, in the order in which least is computed twice."""
         absent = [pair for pair in dict.fromkeys(pairs) if pair not in self._files]
-        place = {name: at for at, name in enumerate(self.subject.sites)}
+        positions = {name: at for at, name in enumerate(self.subject.sites)}
         first: dict[str, int] = {}  # of each stack, which is read as a whole, and of each input
         for name, site in self.subject.sites.items():
-            first.setdefault(self.statistics.owner(name), place[name])
+            first.setdefault(self.statistics.owner(name), positions[name])
             if site.slice is not None:
-                first.setdefault(site.slice.stack, place[name])
+                first.setdefault(site.slice.stack, positions[name])
 
         def order(pair: tuple[str, str]) -> tuple[int, int, int, int]:
             name, fmt = pair
             site, inputs = self.subject.sites[name], first[self.statistics.owner(name)]
-            whole = inputs if site.slice is None else first[site.slice.stack]
-            return whole, inputs, _width(site.shape, fmt), place[name]
+            total_order = inputs if site.slice is None else first[site.slice.stack]
+            return total_order, inputs, _width(site.shape, fmt), positions[name]
 
         return sorted(absent, key=order)
 
     def _weight(self, name: str) -> Tensor:
         """A weight; the last few are remembered."""
-        known = self._recent.weights
-        if name not in known:
+        weights = self._recent.weights
+        if name not in weights:
             numbers = math.prod(self.subject.sites[name].shape)
-            while known and not self._has_room(numbers):
-                del known[next(iter(known))]
+            while weights and not self._has_room(numbers):
+                del weights[next(iter(weights))]
             with self._lock:
-                known[name] = self.subject.weight(name)
-        return known[name]
+                weights[name] = self.subject.weight(name)
+        return weights[name]
 
     def _has_room(self, numbers: int) -> bool:
         """Whether one more weight may be remembered: those of a head can be larger than a block."""
-        known = self._recent.weights
-        return len(known) < MOST_WEIGHTS and numbers + sum(map(Tensor.numel, known.values())) <= MOST_NUMBERS
+        weights = self._recent.weights
+        return len(weights) < MOST_WEIGHTS and numbers + sum(map(Tensor.numel, weights.values())) <= MOST_NUMBERS
 
     def decoded(self, name: str, fmt: str) -> Tensor:
         return decode(self.encoded(name, fmt), torch.float32)
@@ -463,8 +463,8 @@ class RoundedWeights:
             return float(self._damage_in(site, weight, fmt).sum())
         quick, rows = self._quick_damage(site, weight), _sampled_rows(weight)
         sampled, before = self._plain_damage(site, fmt), float(quick[rows].sum())
-        whole = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
-        return whole * self.gain(projection_of(name), fmt)
+        total = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
+        return total * self.gain(projection_of(name), fmt)
 
     def compare_rounding(self, names: Iterable[str], formats: Iterable[str]) -> None:
         """Find what compensated rounding gains for these weights before any is predicted: it is of another layer, whose
@@ -505,12 +505,12 @@ class RoundedWeights:
 
     def _damage_in(self, site: WeightSite, weight: Tensor, fmt: str) -> Tensor:
         """The damage of each row in a format, to nearest."""
-        found, first = [], 0
+        damages, first = [], 0
         for piece in pieces_of(weight, self.at_once):
             rows = torch.arange(first, first + len(piece), device=weight.device)
-            found.append(damage_of_rows(site, _change(piece, fmt, site.name), self.statistics, rows))
+            damages.append(damage_of_rows(site, _change(piece, fmt, site.name), self.statistics, rows))
             first += len(piece)
-        return torch.cat(found)
+        return torch.cat(damages)
 
     def _round(
         self, site: WeightSite, fmt: str, rows: Tensor | None = None, inputs: InputHessian | None = None
@@ -612,13 +612,13 @@ def damage_of_rows(site: WeightSite, change: Tensor, statistics: InputStatistics
 
 def formats_that_hold(shape: Sequence[int], formats: Sequence[str]) -> list[str]:
     """The formats whose blocks divide the rows of a tensor."""
-    held = []
+    holding = []
     for name in formats:
         fmt = get_format(name)
         cols = fmt.matrix_shape(tuple(shape))[1]
         if fmt.padded_cols(cols) == cols:
-            held.append(name)
-    return held
+            holding.append(name)
+    return holding
 
 
 # ---- expert damage ---------------------------------------------------------------------------------------------------
@@ -630,11 +630,11 @@ SAMPLED_INPUTS = 2**28  # numbers of their second moments that are in memory
 
 def experts_together(subject: SearchSubject, weights: Iterable[str]) -> list[tuple[str, ...]]:
     """Weights that are predicted together: the experts of one projection of a layer; every other weight alone."""
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in weights:
         key = name if subject.sites[name].slice is None else joined_name(name, joined=False)
-        found.setdefault(key, []).append(name)
-    return [tuple(names) for names in found.values()]
+        groups.setdefault(key, []).append(name)
+    return [tuple(names) for names in groups.values()]
 
 
 class ExpertDamage:
@@ -647,12 +647,12 @@ class ExpertDamage:
     def predicted(self, names: tuple[str, ...], fmt: str) -> float:
         """What the format costs these experts, with the rounding that `quantize --evidence` applies."""
         if names not in self._known:
-            kept = list(self._known.items())[-1:]  # gate and up of a group come in turns
-            self._known = dict([*kept, (names, self._sample(names))])
+            latest = list(self._known.items())[-1:]  # gate and up of a group come in turns
+            self._known = dict([*latest, (names, self._sample(names))])
         sample = self._known[names]
         nats = sample.damage(fmt)
-        whole = sample.all_quick * nats / sample.quick if sample.quick > 0 else nats
-        return whole if get_format(fmt).is_cast else whole * self._rounded.gain(projection_of(names[0]), fmt)
+        total = sample.all_quick * nats / sample.quick if sample.quick > 0 else nats
+        return total if get_format(fmt).is_cast else total * self._rounded.gain(projection_of(names[0]), fmt)
 
     def _sample(self, names: Sequence[str]) -> _Sample:
         subject, statistics = self._rounded.subject, self._rounded.statistics
@@ -661,17 +661,17 @@ class ExpertDamage:
         all_quick = torch.cat([self._quick(some, quick) for some in _chunks(names, outputs * columns)])
         count = max(1, min(len(names), MOST_SAMPLED, SAMPLED_INPUTS // columns**2))
         chosen = [names[index] for index in all_quick.argsort(descending=True, stable=True)[:count].tolist()]
-        wanted = max(SAMPLED_ROWS // count, outputs // SAMPLED_SHARE)
-        rows = torch.arange(0, outputs, max(1, outputs // wanted), device=subject.device)
+        row_count = max(SAMPLED_ROWS // count, outputs // SAMPLED_SHARE)
+        rows = torch.arange(0, outputs, max(1, outputs // row_count), device=subject.device)
         weights = torch.stack([subject.weight(name)[rows] for name in chosen])
         inputs, gradients = [], []
         for name in chosen:
-            own, gradient = statistics.mean(name, INPUTS, subject.device), statistics.mean(name, GRADIENT)
-            assert own is not None  # every expert has some: see RoutedTokens
+            hessian, gradient = statistics.mean(name, INPUTS, subject.device), statistics.mean(name, GRADIENT)
+            assert hessian is not None  # every expert has some: see RoutedTokens
             assert gradient is not None
-            inputs.append(own)
+            inputs.append(hessian)
             gradients.append(gradient.to(subject.device)[rows])
-        minded, diagonal = torch.stack(gradients), torch.stack([own.diagonal() for own in inputs])
+        minded, diagonal = torch.stack(gradients), torch.stack([hessian.diagonal() for hessian in inputs])
         part = float(_independent(_change_of_expert_damage(weights, quick), diagonal, minded).sum())
         return _Sample(weights, torch.stack(inputs), minded, float(all_quick.sum()), part)
 
@@ -686,8 +686,8 @@ class ExpertDamage:
             assert gradient is not None
             diagonals.append(inputs.diagonal().clone())
             gradients.append(gradient)
-        places = (torch.stack(each).to(subject.device) for each in (diagonals, gradients))
-        return _independent(_change_of_expert_damage(weights, fmt), *places).sum(1).cpu()
+        stacked = (torch.stack(rows).to(subject.device) for rows in (diagonals, gradients))
+        return _independent(_change_of_expert_damage(weights, fmt), *stacked).sum(1).cpu()
 
 
 @dataclass(frozen=True)

@@ -70,10 +70,10 @@ class EngineMemory:
         named = {"keys and values": f"layers.*.{part}", "all": f"layers.*.{BOTH}"}
         return named.get(self.shared, part_name(layer, part))
 
-    def tokens(self, window: int | None, held: Held) -> int:
+    def tokens(self, window: int | None, request: Held) -> int:
         """How many tokens a layer keeps, of all texts."""
-        most = held.context if window is None else min(held.context, window + self.more)
-        return -(-most // self.step) * self.step * held.batch
+        most = request.context if window is None else min(request.context, window + self.more)
+        return -(-most // self.step) * self.step * request.batch
 
     def row_bytes(self, fmt: str, heads: int, width: int, item_bytes: int = 0) -> int:
         """Bytes of one token in a layer's keys or values; `item_bytes` for a number as it is."""
@@ -81,14 +81,14 @@ class EngineMemory:
             return heads * width * (item_bytes or ITEM_BYTES[fmt])
         return kv_nbytes(fmt, heads, width, 0) if self.scaled else heads * width
 
-    def command(self, kv: KVFormats, held: Held, kv_bytes: int, output: str) -> str | None:
+    def command(self, kv: KVFormats, request: Held, kv_bytes: int, output: str) -> str | None:
         """The engine's command line for what `export` wrote; None for bitplan, whose folders say all."""
         keys, values = (self._flag(part) for part in (kv.keys, kv.values))
         if self.name == "llama.cpp":
-            words = ["llama-server", "-m", output, "-c", held.context * held.batch, "-np", held.batch]
+            words = ["llama-server", "-m", output, "-c", request.context * request.batch, "-np", request.batch]
             words += ["-ctk", keys, "-ctv", values, "-fa", "on"]
         elif self.name == "vllm":
-            words = ["vllm", "serve", output, "--max-model-len", held.context, "--max-num-seqs", held.batch]
+            words = ["vllm", "serve", output, "--max-model-len", request.context, "--max-num-seqs", request.batch]
             words += ["--max-num-batched-tokens", VLLM_PIECE, "--kv-cache-dtype", keys]
             words += ["--kv-cache-memory-bytes", kv_bytes]
         else:
@@ -113,14 +113,14 @@ def _sizes(config: Any) -> tuple[int, int, int]:
     return int(inner.vocab_size), width, max(int(getattr(inner, "intermediate_size", None) or 4 * width), experts)
 
 
-def _of_llama_cpp(config: Any, held: Held) -> int:
+def _of_llama_cpp(config: Any, request: Held) -> int:
     vocabulary, width, mlp = _sizes(config)
-    return int(4 * LLAMA_PIECE * (max(vocabulary, 3 * mlp) + 2 * width + 1.5 * held.context)) + 300_000_000
+    return int(4 * LLAMA_PIECE * (max(vocabulary, 3 * mlp) + 2 * width + 1.5 * request.context)) + 300_000_000
 
 
-def _of_vllm(config: Any, held: Held) -> int:
+def _of_vllm(config: Any, request: Held) -> int:
     vocabulary, width, mlp = _sizes(config)
-    return 2 * VLLM_PIECE * (3 * mlp + 6 * width) + 12 * held.batch * vocabulary + 1_500_000_000
+    return 2 * VLLM_PIECE * (3 * mlp + 6 * width) + 12 * request.batch * vocabulary + 1_500_000_000
 
 
 ENGINES = {
@@ -165,19 +165,19 @@ def engine_of(name: str) -> EngineMemory:
 def kv_of_choice(choice: Mapping[str, str]) -> KVFormats:
     """The formats of keys and values that a choice has; groups of weights are not looked at."""
     parts: dict[str, dict[int, str]] = {KEYS: {}, VALUES: {}}
-    whole: dict[str, str] = {}
+    uniform_parts: dict[str, str] = {}
     for name, fmt in choice.items():
         match = _GROUP.fullmatch(name)
         if match is None or get_format(fmt).is_cast:
             continue
         for part in (KEYS, VALUES) if match[2] == BOTH else (match[2],):
             if match[1] == "*":
-                whole[part] = fmt
+                uniform_parts[part] = fmt
             else:
                 parts[part][int(match[1])] = fmt
     layers = 1 + max((layer for one in parts.values() for layer in one), default=-1)
     keys, values = (
-        whole.get(part, layers_in([one.get(layer) for layer in range(layers)]) if layers else None)
+        uniform_parts.get(part, layers_in([one.get(layer) for layer in range(layers)]) if layers else None)
         for part, one in parts.items()
     )
     return KVFormats(keys, values)

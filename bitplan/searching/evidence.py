@@ -219,11 +219,11 @@ class SearchEvidence:
 
     def proven_for(self, goal: Mapping[str, Any]) -> ProvenPlan | None:
         """The plan that was handed over for exactly this goal."""
-        return next((each for each in self.proven if each.goal == goal), None)
+        return next((plan for plan in self.proven if plan.goal == goal), None)
 
     def add_proven(self, plan: ProvenPlan) -> None:
         """Remember a plan, in place of an earlier one for its goal."""
-        self.proven = [*(each for each in self.proven if each.goal != plan.goal), plan]
+        self.proven = [*(proven for proven in self.proven if proven.goal != plan.goal), plan]
 
     def nats(self, group: str, fmt: str) -> float:
         """The damage of a group in a format as part of a whole plan."""
@@ -240,15 +240,15 @@ class SearchEvidence:
 
     def harms(self, group: str, fmt: str) -> list[float]:
         """What a format of a group adds to each of the goal's aims."""
-        known = self.groups[group]
-        nats = self.nats(group, fmt) * known.weight
-        shares = [sum(share * known.kinds.get(kind, 1.0) for kind, share in aim.items()) for aim in self.aims]
+        tensor_group = self.groups[group]
+        nats = self.nats(group, fmt) * tensor_group.weight
+        shares = [sum(share * tensor_group.kinds.get(kind, 1.0) for kind, share in aim.items()) for aim in self.aims]
         return [nats * share for share in shares or [1.0]]
 
     def nbytes(self, choice: Mapping[str, str]) -> int:
         """Bytes of the whole model under a choice, what stays included."""
-        held = sum(self.groups[group].formats[fmt].nbytes for group, fmt in choice.items())
-        return self.staying_bytes + held + self.workspace(choice)
+        group_bytes = sum(self.groups[group].formats[fmt].nbytes for group, fmt in choice.items())
+        return self.staying_bytes + group_bytes + self.workspace(choice)
 
     def workspace(self, choice: Mapping[str, str]) -> int:
         """The most that a product of a choice takes while it runs."""
@@ -296,7 +296,7 @@ class SearchEvidence:
             "together": self.together,
             "reference_bytes": self.reference_bytes,
             "complete": self.complete,
-            **({"proven": [vars(each) for each in self.proven]} if self.proven else {}),
+            **({"proven": [vars(plan) for plan in self.proven]} if self.proven else {}),
             "stays": {name: _stays_document(self.stays[name]) for name in natural_order(self.stays)},
             "groups": {name: _group_document(self.groups[name]) for name in natural_order(self.groups)},
         }
@@ -404,8 +404,8 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
     item = reader.keys(where, value, _GROUP, ("tensors", "formats", "factor", "checked"))
     tensors = {}
     for tensor, row in item["tensors"].items():
-        known = reader.keys(f"{where}.tensors[{tensor[:80]!r}]", row, _TENSOR, tuple(_TENSOR))
-        tensors[tensor] = (tuple(known["shape"]), known["role"])
+        fields = reader.keys(f"{where}.tensors[{tensor[:80]!r}]", row, _TENSOR, tuple(_TENSOR))
+        tensors[tensor] = (tuple(fields["shape"]), fields["role"])
     formats = {}
     for fmt, row in item["formats"].items():
         _check_format(reader, where, fmt)

@@ -28,11 +28,11 @@ class PlanComparison:
     nats_of: int
 
     def to_dict(self) -> dict[str, Any]:
-        known = [row["nats"] for row in self.rows if row["nats"] is not None]
+        nats = [row["nats"] for row in self.rows if row["nats"] is not None]
         return {
             "rows": self.rows,
             "bytes": sum(row["bytes"] for row in self.rows),
-            "nats": sum(known) if known else None,
+            "nats": sum(nats) if nats else None,
             "nats_of": self.nats_of,
         }
 
@@ -43,7 +43,7 @@ def compare_plans(first: Plan, second: Plan, evidence: SearchEvidence | None = N
     A tensor that only one of them has is a row, too; plans that know other shapes of a tensor are refused.
     """
     rows: list[dict[str, Any]] = []
-    seen: set[str] = set()
+    counted_groups: set[str] = set()
     nats_of = 0
     for name in natural_order({*first, *second}):
         old, new = first.entries.get(name), second.entries.get(name)
@@ -53,12 +53,12 @@ def compare_plans(first: Plan, second: Plan, evidence: SearchEvidence | None = N
         nbytes = (new.nbytes if new else 0) - (old.nbytes if old else 0)
         if before == after and not nbytes:
             continue
-        known = _nats(first, second, name, evidence)
+        group_nats = _nats(first, second, name, evidence)
         nats = None
-        if known is not None:
-            group, cost = known
-            nats = None if group in seen else cost
-            seen.add(group)
+        if group_nats is not None:
+            group, cost = group_nats
+            nats = None if group in counted_groups else cost
+            counted_groups.add(group)
             nats_of += 1
         rows.append({"name": name, "from": before, "to": after, "bytes": nbytes, "nats": nats})
     return PlanComparison(rows, nats_of)
@@ -79,7 +79,7 @@ def _nats(first: Plan, second: Plan, name: str, evidence: SearchEvidence | None)
     if name not in first or name not in second:
         return None
     if evidence is not None:
-        group = next((key for key, each in evidence.groups.items() if name in each.tensors), None)
+        group = next((key for key, tensor_group in evidence.groups.items() if name in tensor_group.tensors), None)
         formats = [candidate_name(plan[name].format, plan[name].input) for plan in (first, second)]
         if group is None or not all(fmt in evidence.groups[group].formats for fmt in formats):
             return None
@@ -113,11 +113,11 @@ def explain_plan(evidence: SearchEvidence, choice: Mapping[str, str], *, rows: i
 def neighbours(group: TensorGroup, fmt: str) -> tuple[str | None, str | None]:
     """The next better format (less damage, the fewest bytes more) and the next cheaper one (the least damage more)."""
     nats, nbytes = group.nats(fmt), group.formats[fmt].nbytes
-    better = [each for each in group.formats if group.nats(each) < nats]
-    cheaper = [each for each in group.formats if group.formats[each].nbytes < nbytes]
+    better = [name for name in group.formats if group.nats(name) < nats]
+    cheaper = [name for name in group.formats if group.formats[name].nbytes < nbytes]
     return (
-        min(better, key=lambda each: (group.formats[each].nbytes, group.nats(each)), default=None),
-        min(cheaper, key=lambda each: (group.nats(each), group.formats[each].nbytes), default=None),
+        min(better, key=lambda name: (group.formats[name].nbytes, group.nats(name)), default=None),
+        min(cheaper, key=lambda name: (group.nats(name), group.formats[name].nbytes), default=None),
     )
 
 
@@ -151,9 +151,9 @@ def _figures(evidence: SearchEvidence, name: str, fmt: str, rows: int | None) ->
     }
     if rows is not None and rows in cost.us:
         figures["microseconds"] = cost.us[rows]
-    for what, other in zip(("next better", "next cheaper"), neighbours(group, fmt), strict=True):
+    for label, other in zip(("next better", "next cheaper"), neighbours(group, fmt), strict=True):
         if other is not None:
-            figures[what] = {
+            figures[label] = {
                 "format": other,
                 "nats": evidence.nats(name, other) - evidence.nats(name, fmt),
                 "bytes": group.formats[other].nbytes - cost.nbytes,

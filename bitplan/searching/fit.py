@@ -145,16 +145,16 @@ class FitGoal:
         return Goal(nbytes=self.memory, kinds=self.kinds)
 
     def to_dict(self) -> dict[str, Any]:
-        given = {name: value for name, value in vars(self).items() if name != "kinds" and value is not None}
-        return given | kinds_document(self.kinds)
+        settings = {name: value for name, value in vars(self).items() if name != "kinds" and value is not None}
+        return settings | kinds_document(self.kinds)
 
     def __str__(self) -> str:
         batch = f", {self.batch} texts at once" if self.batch > 1 else ""
-        place = f"on {self.device}" if self.engine.overhead is None else f"in {self.target}"
+        target_text = f"on {self.device}" if self.engine.overhead is None else f"in {self.target}"
         kinds = f", {kinds_text(self.kinds)}" if self.kinds != MEAN else ""
         ram = "" if self.ram is None else f" and {self.ram:,} on the host"
         time = "" if self.ms is None else f", {self.ms:g} ms a token"
-        return f"{self.memory:,} bytes{ram}, {self.context:,} tokens of context{batch}, {place}{time}{kinds}"
+        return f"{self.memory:,} bytes{ram}, {self.context:,} tokens of context{batch}, {target_text}{time}{kinds}"
 
 
 # ---- one problem -----------------------------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class FitResult:
         document, path = self.to_document(), folder / FIT
         before = read_fit(path) if path.is_file() else None
         others = [] if before is None else [_without_picture(before), *before["earlier"]]
-        document["earlier"] = [each for each in others if each["goal"] != document["goal"]]
+        document["earlier"] = [earlier for earlier in others if earlier["goal"] != document["goal"]]
         self.plan.save(folder / PLAN)
         write_json(path, document)
 
@@ -345,8 +345,8 @@ def _row(
 ) -> FitRow:
     in_kv = sum(joint.groups[name].formats[choice[name]].nbytes for name in kv.groups)
     work = joint.workspace(choice)
-    whole = joint.nbytes(choice) - joint.stays[RESERVED].nbytes - work
-    row = FitRow(label, whole - in_kv, in_kv, joint.predict(choice), choice, workspace=work)
+    total_bytes = joint.nbytes(choice) - joint.stays[RESERVED].nbytes - work
+    row = FitRow(label, total_bytes - in_kv, in_kv, joint.predict(choice), choice, workspace=work)
     if times is None or goal.ram is None:
         return row
     products = joint.microseconds(choice, goal.batch)
@@ -365,10 +365,10 @@ def landscape(
         joint = joint_evidence(weights, kv, replace(goal, context=context), reserved(context))
         for memory in memories:
             try:
-                found = solve(joint, replace(goal, memory=memory).of_bytes, gap=PICTURE_GAP)
+                solution = solve(joint, replace(goal, memory=memory).of_bytes, gap=PICTURE_GAP)
             except GoalError:
                 continue
-            row = _row(joint, kv, JOINT, found.choice, goal)
+            row = _row(joint, kv, JOINT, solution.choice, goal)
             sizes = {"weights_bytes": row.weights, "kv_bytes": row.kv}
             points.append({"memory": memory, "context": context, "predicted": row.predicted, **sizes})
     return points
@@ -423,19 +423,19 @@ def fit(
     options      how it works: device, windows, progress; `options.context` are the tokens of a window of text
     """
     how = options or SearchOptions()
-    wanted = goal if isinstance(goal, FitGoal) else FitGoal(**goal)
+    fit_goal = goal if isinstance(goal, FitGoal) else FitGoal(**goal)
     if plan_only:
-        return plan_fit("fit" if out is None else out, wanted)
-    runtime = target_of(wanted.target)
+        return plan_fit("fit" if out is None else out, fit_goal)
+    runtime = target_of(fit_goal.target)
     names = candidates(runtime, formats)
     folder = evidence_folder(out)
     subject, cut = prepare(
         model, batches, text, held_out, keep=keep, context=how.context, windows=how.windows, device=how.device
     )
     subject.aim_at(runtime)
-    aims_of(wanted.kinds, cut.kinds)  # refused now, not after minutes
-    loaded = _with_kernels(subject, wanted.engine, names, is_asked=bool(formats))
-    return _Fitter(subject, Searcher(subject, cut, loaded, folder, how, meter=JointMeter), wanted, folder).find()
+    aims_of(fit_goal.kinds, cut.kinds)  # refused now, not after minutes
+    loaded = _with_kernels(subject, fit_goal.engine, names, is_asked=bool(formats))
+    return _Fitter(subject, Searcher(subject, cut, loaded, folder, how, meter=JointMeter), fit_goal, folder).find()
 
 
 def _with_kernels(subject: SearchSubject, engine: EngineMemory, names: Sequence[str], *, is_asked: bool) -> list[str]:
@@ -497,10 +497,10 @@ class _Fitter:
     def _refuse_whole(self, shapes: KVShapes, probe: MemoryProbe) -> None:
         """Say so where nothing needs another format: then there is nothing to find."""
         goal, subject = self.goal, self.subject
-        kept = goal.dtype or goal.engine.kept or dtype_of(subject)
+        kv_dtype = goal.dtype or goal.engine.kept or dtype_of(subject)
         numbers = sum(parameter.numel() for parameter in subject.model.parameters())
         weights = subject.stored.nbytes if goal.dtype is None else numbers * ITEM_BYTES[goal.dtype]
-        needed = weights + shapes.nbytes(kept, goal.engine, goal) + probe.nbytes
+        needed = weights + shapes.nbytes(kv_dtype, goal.engine, goal) + probe.nbytes
         if needed <= goal.memory:
             raise GoalError(
                 f"{subject.where}: the model fits as it is: {needed:,} bytes with keys and values, and "
@@ -512,17 +512,17 @@ class _Fitter:
         """The evidence of keys and values: that of the folder where it is of the same model and text, or gathered."""
         path = None if self.folder is None else self.folder / KV_EVIDENCE
         if path is not None and path.is_file():
-            known = SearchEvidence.load(path)
-            group = next(iter(known.groups.values()))
-            if known.fingerprint == weights.fingerprint and {*self.goal.engine.formats} <= {*group.formats}:
+            evidence = SearchEvidence.load(path)
+            group = next(iter(evidence.groups.values()))
+            if evidence.fingerprint == weights.fingerprint and {*self.goal.engine.formats} <= {*group.formats}:
                 # Corrections by plans are those of one run, and are made again.
                 return replace(
-                    known, groups={name: uncorrected(one) for name, one in known.groups.items()}, together=1.0
+                    evidence, groups={name: uncorrected(one) for name, one in evidence.groups.items()}, together=1.0
                 )
-        known = gather_kv(self.subject, meter, weights, self.searcher.stage, self.goal.engine)
+        evidence = gather_kv(self.subject, meter, weights, self.searcher.stage, self.goal.engine)
         if path is not None:
-            known.save(path)
-        return known
+            evidence.save(path)
+        return evidence
 
     def _prove(
         self,
@@ -555,14 +555,14 @@ class _Fitter:
         measured = self.searcher.measured(joint, plans)
         winner = best_of(joint, limit, measured[0], measured[1:], by_gradients=False)
         rows = [
-            replace(_row(joint, kv, each.label, each.choice, goal, times), measured=self._figures(each))
-            for each in measured
+            replace(_row(joint, kv, rival.label, rival.choice, goal, times), measured=self._figures(rival))
+            for rival in measured
         ]
         row = rows[measured.index(winner)]
         plan, formats = _plan_of(weights, kv, row.choice)
         assert floor.against is not None
-        known = (self.goal, plan, formats, row, rows, solution, probe, weights.model, weights.numbers, missing)
-        return FitResult(*known, floor.against.kl.mean, floor.tokens)
+        decided = (self.goal, plan, formats, row, rows, solution, probe, weights.model, weights.numbers, missing)
+        return FitResult(*decided, floor.against.kl.mean, floor.tokens)
 
     def _figures(self, plan: MeasuredPlan) -> dict[str, Any]:
         by_kind = kl_by_kind(plan.quality, self.searcher.text.kinds)
@@ -583,11 +583,11 @@ def _placed(joint: SearchEvidence, goal: FitGoal, choice: Mapping[str, str]) -> 
 
 def _compared(joint: SearchEvidence, choice: Mapping[str, str]) -> list[str]:
     """The uniform formats around a plan's bits: with as many or more, and with fewer."""
-    held = {
+    chosen_formats = {
         name: fmt for name, fmt in choice.items() if in_host(fmt.removesuffix("@host")) in joint.groups[name].formats
     }
-    numbers = sum(joint.groups[name].numbers for name in held)
-    bits = sum(joint.groups[name].numbers * bits_of(fmt) for name, fmt in held.items()) / max(1, numbers)
+    numbers = sum(joint.groups[name].numbers for name in chosen_formats)
+    bits = sum(joint.groups[name].numbers * bits_of(fmt) for name, fmt in chosen_formats.items()) / max(1, numbers)
     formats = sorted(uniform_formats(joint), key=lambda fmt: (bits_of(fmt), fmt))
     above = [fmt for fmt in formats if bits_of(fmt) >= bits][:1]
     return [*[fmt for fmt in formats if bits_of(fmt) < bits][-1:], *above]
@@ -595,12 +595,12 @@ def _compared(joint: SearchEvidence, choice: Mapping[str, str]) -> list[str]:
 
 def _take_corrections(joint: SearchEvidence, *parts: SearchEvidence) -> None:
     """What measured plans said of formats, into the evidence of weights and of keys and values."""
-    for known in parts:
-        for name, group in known.groups.items():
+    for part_evidence in parts:
+        for name, group in part_evidence.groups.items():
             costs = joint.groups[name].formats
             corrected = {fmt: replace(cost, factor=costs[fmt].factor) for fmt, cost in group.formats.items()}
-            known.groups[name] = replace(group, formats=corrected)
-        known.together = joint.together
+            part_evidence.groups[name] = replace(group, formats=corrected)
+        part_evidence.together = joint.together
 
 
 _GOAL_KEYS = {"memory": SIZE, "context": SIZE, "batch": SIZE, "device": TEXT, "target": TEXT}
@@ -634,24 +634,24 @@ def plan_fit(folder: str | Path, goal: FitGoal) -> FitResult:
     """The plan for a goal from the evidence of an earlier fit, without a model's run: what was handed over and measured
     for this goal, or else what is predicted best; nothing is written.
     """
-    place = Path(folder)
+    source = Path(folder)
     for name in (EVIDENCE, KV_EVIDENCE, FIT):
-        if not (place / name).is_file():
+        if not (source / name).is_file():
             raise EvidenceFileError(
-                f"{place}: no {name}: not the folder of a finished fit; run `bitplan fit` with this output first"
+                f"{source}: no {name}: not the folder of a finished fit; run `bitplan fit` with this output first"
             )
-    weights, kv = SearchEvidence.load(place / EVIDENCE), SearchEvidence.load(place / KV_EVIDENCE)
-    document = read_fit(place / FIT)
-    known = next((one for one in (document, *document["earlier"]) if one["goal"] == goal.to_dict()), None)
-    if known is not None:
-        return _as_found(known, weights, kv, goal)
+    weights, kv = SearchEvidence.load(source / EVIDENCE), SearchEvidence.load(source / KV_EVIDENCE)
+    document = read_fit(source / FIT)
+    earlier = next((one for one in (document, *document["earlier"]) if one["goal"] == goal.to_dict()), None)
+    if earlier is not None:
+        return _as_found(earlier, weights, kv, goal)
     if document["goal"]["target"] != goal.target:
         raise EvidenceFileError(
-            f"{place}: its evidence is of a fit for {document['goal']['target']}, and {goal.target} is asked for; fit "
+            f"{source}: its evidence is of a fit for {document['goal']['target']}, and {goal.target} is asked for; fit "
             "into another folder",
             settings={"target": document["goal"]["target"], "out": None},
         )
-    probe = Reserve(document["model"], goal, place).at(goal.context)
+    probe = Reserve(document["model"], goal, source).at(goal.context)
     joint = joint_evidence(weights, kv, goal, probe.nbytes, probe)
     _within(joint, kv, goal)
     limit = _limit(joint, goal, probe)
@@ -680,9 +680,9 @@ def _as_found(document: Mapping[str, Any], weights: SearchEvidence, kv: SearchEv
                 f"{FIT}: {one['label']!r:.80} has not one format of every group: fit the model again"
             )
     row, *rows = (FitRow.from_document(one) for one in (document["plan"], *document["measured"]))
-    whole = row.weights + row.kv + row.workspace + document["probe"]["nbytes"]
-    solution = Solution(row.choice, row.predicted, whole, None, document["bound"], document["gap"])
+    total_bytes = row.weights + row.kv + row.workspace + document["probe"]["nbytes"]
+    solution = Solution(row.choice, row.predicted, total_bytes, None, document["bound"], document["gap"])
     probe = MemoryProbe.from_document(document["probe"], Reader(FIT, EvidenceFileError), "probe")
-    known = (*_plan_of(weights, kv, row.choice), row, rows, solution, probe)
+    decided = (*_plan_of(weights, kv, row.choice), row, rows, solution, probe)
     rest = (document["missing"], document["noise_floor"], document["tokens"], document.get("landscape", []))
-    return FitResult(goal, *known, weights.model, weights.numbers, *rest)
+    return FitResult(goal, *decided, weights.model, weights.numbers, *rest)

@@ -54,10 +54,10 @@ def no_stage(_what: str, _total: int) -> Iterator[Advance]:
 
 
 @contextmanager
-def in_shares(stage: Stage, what: str, total: int) -> Iterator[Advance]:
+def in_shares(stage: Stage, phase: str, total: int) -> Iterator[Advance]:
     """A stage whose steps differ in work: shown in thousandths of all of it, so that what is left can be told."""
     done = shown = 0
-    with stage(what, SHARES) as advance:
+    with stage(phase, SHARES) as advance:
 
         def add(work: int, label: str) -> None:
             nonlocal done, shown
@@ -137,7 +137,7 @@ def rounding_steps(subject: SearchSubject, formats: Sequence[str]) -> tuple[floa
 
     Timed on the weight of most rows that one of the formats holds; where no weight is rounded, nothing.
     """
-    sites = sorted(subject.sites.values(), key=lambda each: each.shape[0], reverse=True)
+    sites = sorted(subject.sites.values(), key=lambda site: site.shape[0], reverse=True)
     pairs = ((site, fmt) for site in sites for fmt in formats_that_hold(site.shape, formats))
     site, fmt = next(pairs, (None, ""))
     if site is None:
@@ -230,60 +230,61 @@ class PhaseClock:
         self._logged = -math.inf
 
     @contextmanager
-    def __call__(self, what: str, total: int) -> Iterator[Advance]:
-        with self.counted(what), self.stage(what, total) as advance:
+    def __call__(self, phase: str, total: int) -> Iterator[Advance]:
+        with self.counted(phase), self.stage(phase, total) as advance:
             done = 0
 
             def add(count: int, label: str) -> None:
                 nonlocal done
                 done += count
-                self._steps[what] = self._steps.get(what, 0) + count
-                seconds = self.seconds_in_all(what)
-                self._write(what, done, total, label, seconds)
+                self._steps[phase] = self._steps.get(phase, 0) + count
+                seconds = self.seconds_in_all(phase)
+                self._write(phase, done, total, label, seconds)
                 advance(count, label if seconds is None else f"{label}; the search takes about {in_minutes(seconds)}")
 
             yield add
 
-    def _write(self, what: str, done: int, total: int, label: str, expected: float | None) -> None:
+    def _write(self, phase: str, done: int, total: int, label: str, expected: float | None) -> None:
         now = time.perf_counter()
         if self.log is None or (done < total and now - self._logged < LOG_SECONDS):
             return
         self._logged = now
         seconds = round(now - self._started, 1)
-        whole = None if expected is None else round(expected, 1)
-        line = {"phase": what, "done": done, "of": total, "at": label, "seconds": seconds, "expected_seconds": whole}
+        in_all = None if expected is None else round(expected, 1)
+        line = {"phase": phase, "done": done, "of": total, "at": label, "seconds": seconds, "expected_seconds": in_all}
         self.log.write_lines(line)
 
     def seconds_in_all(self, current: str) -> float | None:
         """Seconds of the whole search: those that are over, and what is left as fast as it went until now."""
         if current not in self.expected:
             return None
-        done = {what: self._share(what) * phase.seconds for what, phase in self.expected.items()}
+        done = {name: self._share(name) * phase.seconds for name, phase in self.expected.items()}
         over = time.perf_counter() - self._started
-        whole = sum(phase.seconds for phase in self.expected.values())
-        pace = _pace(over, sum(done.values()), TRUSTED * whole)
-        left = 0.0
-        for what, phase in self.expected.items():
+        expected_seconds = sum(phase.seconds for phase in self.expected.values())
+        pace = _pace(over, sum(done.values()), TRUSTED * expected_seconds)
+        remaining = 0.0
+        for name, phase in self.expected.items():
             if phase.turn >= self.expected[current].turn:
-                own = _pace(self.wall.get(what, 0.0), done[what], TRUSTED * phase.seconds) if done[what] else pace
-                left += (phase.seconds - done[what]) * own
-        return over + left
+                wall = self.wall.get(name, 0.0)
+                phase_pace = _pace(wall, done[name], TRUSTED * phase.seconds) if done[name] else pace
+                remaining += (phase.seconds - done[name]) * phase_pace
+        return over + remaining
 
-    def _share(self, what: str) -> float:
+    def _share(self, phase: str) -> float:
         """How much of a phase is done."""
-        return min(1.0, self._steps.get(what, 0) / max(1, self.expected[what].steps))
+        return min(1.0, self._steps.get(phase, 0) / max(1, self.expected[phase].steps))
 
     @contextmanager
-    def counted(self, what: str) -> Iterator[None]:
+    def counted(self, phase: str) -> Iterator[None]:
         wall, cpu = time.perf_counter(), time.process_time()
         try:
             yield
         finally:
-            self.wall[what] = self.wall.get(what, 0.0) + time.perf_counter() - wall
-            self.cpu[what] = self.cpu.get(what, 0.0) + time.process_time() - cpu
+            self.wall[phase] = self.wall.get(phase, 0.0) + time.perf_counter() - wall
+            self.cpu[phase] = self.cpu.get(phase, 0.0) + time.process_time() - cpu
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        return {what: {"wall": round(self.wall[what], 2), "cpu": round(self.cpu[what], 2)} for what in self.wall}
+        return {name: {"wall": round(self.wall[name], 2), "cpu": round(self.cpu[name], 2)} for name in self.wall}
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -324,16 +325,16 @@ def within_memory(
     measuring = base + _measuring(subject, measured)
     on_cpu = subject.device.type == "cpu"  # a GPU computes logits in less time than it takes to store them
     asked = sum(map(len, measured)) * subject.runner.vocabulary * 4
-    kept = max(0, min(KEPT_LOGITS_BYTES, asked, most - measuring)) if on_cpu else 0
-    needed = max(gathering, base + _rounding(subject, threads, rounded), measuring + kept)
+    kept_logits = max(0, min(KEPT_LOGITS_BYTES, asked, most - measuring)) if on_cpu else 0
+    needed = max(gathering, base + _rounding(subject, threads, rounded), measuring + kept_logits)
     if needed > most:
-        said = "were given" if limit is not None else "are free"
+        whose = "were given" if limit is not None else "are free"
         raise SearchError(
-            f"{subject.where}: a search takes about {needed / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB {said}; "
+            f"{subject.where}: a search takes about {needed / 1e9:.1f} GB of memory, and {most / 1e9:.1f} GB {whose}; "
             "end other programs, give shorter windows or more memory",
             settings={"context": None, "memory": f"{math.ceil(needed / 1e8) / 10:.1f}GB"},
         )
-    return MemoryUse(needed, most, threads, rounded, kept)
+    return MemoryUse(needed, most, threads, rounded, kept_logits)
 
 
 def _resident() -> int:
@@ -353,19 +354,19 @@ def _outside(subject: SearchSubject) -> int:
 
 def _in_largest_block(subject: SearchSubject) -> int:
     """Numbers of the parameters of a block."""
-    return max((sum(map(Tensor.numel, each.parameters())) for each in subject.runner.blocks), default=0)
+    return max((sum(map(Tensor.numel, block.parameters())) for block in subject.runner.blocks), default=0)
 
 
 def _width(subject: SearchSubject) -> int:
-    return next((each.embedding_dim for each in subject.model.modules() if isinstance(each, nn.Embedding)), 1)
+    return next((module.embedding_dim for module in subject.model.modules() if isinstance(module, nn.Embedding)), 1)
 
 
 def _gathering(subject: SearchSubject, windows: Sequence[Tensor]) -> int:
     runner, width, length = subject.runner, _width(subject), max(map(len, windows))
     states = 4 * STATES_COPIES * min(AT_ONCE, sum(map(len, windows))) * width
-    layers = [[each for each in block.modules() if isinstance(each, nn.Linear)] for block in runner.blocks]
-    sums = max((sum(_sums(each) for each in block) for block in layers), default=0) + 4 * width**2
-    through = max((sum(each.in_features + each.out_features for each in block) for block in layers), default=0)
+    layers = [[module for module in block.modules() if isinstance(module, nn.Linear)] for block in runner.blocks]
+    sums = max((sum(_sums(linear) for linear in block) for block in layers), default=0) + 4 * width**2
+    through = max((sum(linear.in_features + linear.out_features for linear in block) for block in layers), default=0)
     graph = 4 * BATCH * (GRAPH_COPIES * through + 3 * length * max(1, width // HEAD))
     tokens = length * len(windows) if not runner.blocks else min(length, max(1, LOGITS_AT_ONCE // runner.vocabulary))
     logits = 4 * LOGITS_COPIES * tokens * runner.vocabulary
@@ -383,7 +384,7 @@ def _rounding(subject: SearchSubject, threads: int, at_once: int) -> int:
     shapes = [site.shape for site in subject.sites.values()]
     largest = max(map(math.prod, shapes))
     widest = max(shape[-1] for shape in shapes)
-    copied = any(_copied(each) for each in subject.model.parameters())
+    copied = any(_copied(parameter) for parameter in subject.model.parameters())
     weights = min(MOST_WEIGHTS * largest, MOST_NUMBERS) if copied else 0
     encoded = 2 * largest  # the parts of one, and all of them together
     return threads * 4 * (ROUNDING_COPIES * min(largest, at_once) + weights + FACTOR_COPIES * widest**2) + encoded

@@ -67,18 +67,18 @@ def kinds_text(kinds: Kinds) -> str:
 
 def aims_of(kinds: Kinds, names: Iterable[str]) -> list[dict[str, float]]:
     """What is to be small, by shares of the kinds that a text has; of several the largest; nothing of their mean."""
-    known = list(dict.fromkeys(names))
+    names_of_kinds = list(dict.fromkeys(names))
     if kinds == MEAN:
         return []
     count = 2 if isinstance(kinds, str) else len(kinds)
-    if len(known) < 2 or (not isinstance(kinds, str) and len(known) != count):
+    if len(names_of_kinds) < 2 or (not isinstance(kinds, str) and len(names_of_kinds) != count):
         raise GoalError(
-            f"{kinds_text(kinds)}, and the text has {len(known) or 1} of them: give as many texts",
+            f"{kinds_text(kinds)}, and the text has {len(names_of_kinds) or 1} of them: give as many texts",
             settings={"kinds": MEAN},
         )
     if isinstance(kinds, str):
-        return [{name: 1.0} for name in known]
-    return [{name: share / sum(kinds) for name, share in zip(known, kinds, strict=True)}]
+        return [{name: 1.0} for name in names_of_kinds]
+    return [{name: share / sum(kinds) for name, share in zip(names_of_kinds, kinds, strict=True)}]
 
 
 WINDOWS = 32  # of text for a search's statistics, where nobody says how many
@@ -114,11 +114,11 @@ class Goal:
 
     def __post_init__(self) -> None:
         check_kinds(self.kinds)
-        given = {"bits": self.bits, "nbytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
-        if all(value is None for value in given.values()):
+        limits = {"bits": self.bits, "nbytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
+        if all(value is None for value in limits.values()):
             some = {"bits": 4.5, "nbytes": 6_000_000_000, "max_kl": 0.01, "faster": 1.5}
             raise GoalError("a search needs a goal, one of these or several", settings=some)
-        for name, value in given.items():
+        for name, value in limits.items():
             if value is not None and not 0 < value < _FAR_TOO_LARGE:
                 text = f"the goal must be above 0 and below {_FAR_TOO_LARGE:g}, got {value}"
                 raise GoalError(text, settings={name: None})
@@ -150,10 +150,10 @@ class Goal:
         return self.faster is not None or self.host is not None
 
     def to_dict(self) -> dict[str, Any]:
-        given = {"bits": self.bits, "bytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
-        found: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        found |= {"rows": self.rows} if self.faster is not None else {}
-        return found | kinds_document(self.kinds)
+        limits = {"bits": self.bits, "bytes": self.nbytes, "max_kl": self.max_kl, "faster": self.faster}
+        document: dict[str, Any] = {key: value for key, value in limits.items() if value is not None}
+        document |= {"rows": self.rows} if self.faster is not None else {}
+        return document | kinds_document(self.kinds)
 
     def __str__(self) -> str:
         words = [
@@ -166,21 +166,21 @@ class Goal:
         return ", ".join(filter(None, words))
 
 
-def parse_bytes(text: str, what: str = "nbytes") -> int:
+def parse_bytes(text: str, setting: str = "nbytes") -> int:
     """6GB, 900 MB, 1.5GiB or a plain number of bytes; errors say what it is of."""
     match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None or match[2].upper() not in _UNITS:
         text = text[:40]
-        raise GoalError(f"expected a size such as 6GB, 900MB or 1.5GiB, got {text!r}", settings={what: None})
+        raise GoalError(f"expected a size such as 6GB, 900MB or 1.5GiB, got {text!r}", settings={setting: None})
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def parse_tokens(text: str, what: str = "context") -> int:
+def parse_tokens(text: str, setting: str = "context") -> int:
     """32k is 32768 tokens; 1m, or a plain number."""
     match = re.fullmatch(r"([0-9]{1,12})\s*([kKmM]?)", text.strip())
     count = 0 if match is None else int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     if count < 2:
         raise GoalError(
-            f"expected a number of tokens, 2 or more, such as 8192 or 32k, got {text[:40]!r}", settings={what: None}
+            f"expected a number of tokens, 2 or more, such as 8192 or 32k, got {text[:40]!r}", settings={setting: None}
         )
     return count

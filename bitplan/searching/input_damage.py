@@ -57,17 +57,17 @@ def candidates_of(subject: SearchSubject, group: Sequence[str], formats: Sequenc
 
 
 def add_rounded_inputs(
-    evidence: SearchEvidence, meter: PlanMeter, wanted: Mapping[str, Sequence[str]], stage: Stage
+    evidence: SearchEvidence, meter: PlanMeter, formats_of: Mapping[str, Sequence[str]], stage: Stage
 ) -> None:
     """Put the candidates that round inputs into the evidence, beside those of the same weights with inputs kept."""
     missing: dict[str, list[tuple[str, str]]] = {}  # a format of inputs -> groups and candidates
-    for name, candidates in wanted.items():
+    for name, candidates in formats_of.items():
         for candidate in candidates:
             rounded = input_of(candidate)
             if rounded is not None and candidate not in evidence.groups[name].formats:
                 missing.setdefault(rounded, []).append((name, candidate))
     parts = {rounded: by_part(dict(pairs)) for rounded, pairs in missing.items()}
-    with stage("inputs", sum(1 + len(each) for each in parts.values())) as advance:
+    with stage("inputs", sum(1 + len(plans) for plans in parts.values())) as advance:
         for rounded, pairs in missing.items():
             weights = {name: _weights(evidence, meter.rounded.subject, name) for name, _ in pairs}
             nats = _predicted(meter, weights, rounded)
@@ -115,7 +115,7 @@ def _predicted(meter: PlanMeter, weights: Mapping[str, Sequence[str]], rounded: 
         minded = torch.ones_like(squares) if gradient is None else gradient.to(squares)
         return float((minded * squares).sum()) / 2
 
-    return {group: sum(nats(name) for name in own) for group, own in weights.items()}
+    return {group: sum(nats(name) for name in group_weights) for group, group_weights in weights.items()}
 
 
 def round_cheap_inputs(evidence: SearchEvidence, choice: Mapping[str, str], goal: Goal) -> dict[str, str]:

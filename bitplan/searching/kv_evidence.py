@@ -45,9 +45,9 @@ def _with_cache(model: nn.Module, cache: Any) -> Iterator[None]:
 class _WatchedCache(KVCache):
     """A cache that keeps nothing, and shows all keys and values that come in."""
 
-    def __init__(self, config: Any, seen: Callable[[int, Tensor, Tensor], None]) -> None:
+    def __init__(self, config: Any, on_update: Callable[[int, Tensor, Tensor], None]) -> None:
         super().__init__(config, KVFormats(), stores=False)
-        self._seen = seen
+        self._seen = on_update
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **options: Any) -> Any:
         self._seen(layer_idx, key_states, value_states)
@@ -59,8 +59,8 @@ def squared_errors(rows: Tensor, formats: Sequence[str]) -> dict[str, float]:
     errors = {}
     for name in formats:
         fmt = get_format(name)
-        held = PackedRows(fmt, rows.shape[-1], torch.float32, pack_rows(rows, fmt))
-        errors[name] = float((held.numbers() - rows.float()).square().mean())
+        packed = PackedRows(fmt, rows.shape[-1], torch.float32, pack_rows(rows, fmt))
+        errors[name] = float((packed.numbers() - rows.float()).square().mean())
     return errors
 
 
@@ -71,23 +71,23 @@ class KVShapes:
     parts: dict[str, tuple[int, ...]]
     windows: dict[str, int]
 
-    def nbytes(self, fmt: str, engine: EngineMemory, held: Held, item_bytes: int = 0) -> int:
+    def nbytes(self, fmt: str, engine: EngineMemory, request: Held, item_bytes: int = 0) -> int:
         """Bytes of all parts in one format, with so many bytes a number where it is a plain type."""
         return sum(
-            self.tokens(name, fmt, engine, held) * engine.row_bytes(fmt, heads, width, item_bytes)
+            self.tokens(name, fmt, engine, request) * engine.row_bytes(fmt, heads, width, item_bytes)
             for name, (heads, width) in self.parts.items()
         )
 
-    def tokens(self, name: str, fmt: str, engine: EngineMemory, held: Held) -> int:
+    def tokens(self, name: str, fmt: str, engine: EngineMemory, request: Held) -> int:
         """How many tokens a part has room for, of all texts: what is read as codes on a GPU has more."""
         window = self.windows.get(name.split(".")[1])
-        if held.on_gpu and window is None and not get_format(fmt).is_cast:
-            return room_at(held.context, PIECE_TOKENS) * held.batch
-        return engine.tokens(window, held)
+        if request.on_gpu and window is None and not get_format(fmt).is_cast:
+            return room_at(request.context, PIECE_TOKENS) * request.batch
+        return engine.tokens(window, request)
 
 
 def watch_kv(
-    subject: SearchSubject, ids: Tensor, seen: Callable[[int, str, Tensor], None] = lambda *_: None
+    subject: SearchSubject, ids: Tensor, on_rows: Callable[[int, str, Tensor], None] = lambda *_: None
 ) -> tuple[KVShapes, Tensor]:
     """Run a model as it is; gives the shapes of its keys and values, which `seen` gets, and logarithms of its odds."""
     model = subject.model
@@ -98,7 +98,7 @@ def watch_kv(
     def see(layer: int, keys: Tensor, values: Tensor) -> None:
         for part, rows in zip((KEYS, VALUES), (keys, values), strict=True):
             parts[part_name(layer, part)] = rows.shape[1], rows.shape[3]
-            seen(layer, part, rows)
+            on_rows(layer, part, rows)
 
     cache = _WatchedCache(model.config, see)
     with _with_cache(model, cache):
@@ -117,14 +117,14 @@ def gather_kv(
     errors: dict[str, dict[str, float]] = {}
     members: dict[str, list[str]] = {}
 
-    def seen(layer: int, part: str, rows: Tensor) -> None:
+    def add_errors(layer: int, part: str, rows: Tensor) -> None:
         group = engine.group_of(layer, part)
         members.setdefault(group, []).append(part_name(layer, part))
         before = errors.get(group, {})
         errors[group] = {fmt: error + before.get(fmt, 0.0) for fmt, error in squared_errors(rows, formats).items()}
 
-    shapes, reference = watch_kv(subject, ids, seen)
-    model, kept = subject.model, engine.kept or dtype_of(subject)
+    shapes, reference = watch_kv(subject, ids, add_errors)
+    model, unrounded = subject.model, engine.kept or dtype_of(subject)
     coarsest = max(formats, key=lambda fmt: sum(one[fmt] for one in errors.values()))
     groups = {}
     with stage("keys and values", len(members)) as advance:
@@ -132,17 +132,17 @@ def gather_kv(
             with _with_cache(model, KVCache(model.config, kv_of_choice({group: coarsest}), stores=False)):
                 nats = _kl(reference, _log_odds(subject.runner, ids))
             worst = errors[group][coarsest]
-            damage = {kept: 0.0} | {fmt: nats * (errors[group][fmt] / worst if worst else 0.0) for fmt in formats}
+            damage = {unrounded: 0.0} | {fmt: nats * (errors[group][fmt] / worst if worst else 0.0) for fmt in formats}
             costs = {
                 fmt: FormatCost(sum(engine.row_bytes(fmt, *shapes.parts[name]) for name in names), predicted)
                 for fmt, predicted in damage.items()
             }
-            held = {name: (shapes.parts[name], _KV_ROLE) for name in names}
-            groups[group] = TensorGroup(held, costs, checked=coarsest)
+            shapes_and_roles = {name: (shapes.parts[name], _KV_ROLE) for name in names}
+            groups[group] = TensorGroup(shapes_and_roles, costs, checked=coarsest)
             advance(1, group)
-    known = replace(evidence, groups=groups, stays={}, proven=[], text={"windows": shapes.windows})
-    _check_formats(known, meter, formats, stage)
-    return known
+    kv_evidence = replace(evidence, groups=groups, stays={}, proven=[], text={"windows": shapes.windows})
+    _check_formats(kv_evidence, meter, formats, stage)
+    return kv_evidence
 
 
 def dtype_of(subject: SearchSubject) -> str:

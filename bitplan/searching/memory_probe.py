@@ -107,10 +107,10 @@ class MemoryProbe:
     def from_document(cls, probe: Any, reader: Reader, where: str) -> MemoryProbe:
         item = reader.keys(where, probe, PROBE_KEYS, ("context", "batch", "device", "nbytes"))
         times = item.get("times")
-        known = (
+        token_times = (
             None if times is None else TokenTimes(**reader.keys(f"{where}.times", times, TIMES_KEYS, tuple(TIMES_KEYS)))
         )
-        return cls(**item | {"times": known})
+        return cls(**item | {"times": token_times})
 
 
 def probe_memory(
@@ -137,13 +137,13 @@ def probe_memory(
     )
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
-        said = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
-        raise SearchError(f"the memory beside weights could not be measured for {config.model_type}: {said[:300]}")
-    found = json.loads(lines[-1])
-    times = found.get("times")
-    known = None if times is None else TokenTimes(**times)
-    beside = int(MARGIN * found["nbytes"])
-    return MemoryProbe(context, batch, device, beside, known, found.get("floor"), found.get("decoded"))
+        last_line = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+        raise SearchError(f"the memory beside weights could not be measured for {config.model_type}: {last_line[:300]}")
+    answer = json.loads(lines[-1])
+    times = answer.get("times")
+    token_times = None if times is None else TokenTimes(**times)
+    beside = int(MARGIN * answer["nbytes"])
+    return MemoryProbe(context, batch, device, beside, token_times, answer.get("floor"), answer.get("decoded"))
 
 
 def config_of(model: nn.Module | str | Path) -> Any:
@@ -189,19 +189,19 @@ class Reserve:
         """For a context, with the goal's texts and device."""
         goal = self.goal
         if goal.engine.overhead is not None:
-            held = _HeldAtOnce(context, goal.batch)
-            return MemoryProbe(context, goal.batch, goal.device, goal.engine.overhead(config_of(self.model), held))
-        known = self._known()
+            request = _HeldAtOnce(context, goal.batch)
+            return MemoryProbe(context, goal.batch, goal.device, goal.engine.overhead(config_of(self.model), request))
+        probes_before = self._known()
         timed = goal.ram is not None
-        found = next((one for one in known if one.is_of(context, goal.batch, goal.device, timed=timed)), None)
-        if found is None:
+        probe = next((one for one in probes_before if one.is_of(context, goal.batch, goal.device, timed=timed)), None)
+        if probe is None:
             more = {"timed": True} if timed else {}
-            found = probe_memory(self.model, context, goal.batch, goal.device, **more)
+            probe = probe_memory(self.model, context, goal.batch, goal.device, **more)
             if self.folder is not None and self.writes:
                 self.folder.mkdir(parents=True, exist_ok=True)
-                probes = [one.to_dict() for one in (*known, found)]
+                probes = [one.to_dict() for one in (*probes_before, probe)]
                 write_json(self.folder / MEMORY, {"document": DOCUMENT, "version": VERSION, "probes": probes})
-        return found
+        return probe
 
     def estimate(self, context: int) -> int:
         """Bytes for a context: by the line through the goal's and a quarter of it, which takes no memory to measure."""
@@ -239,10 +239,10 @@ def run_probe() -> None:
     """The child: reads a request, prints the bytes."""
     request = json.load(sys.stdin)
     words = ("config", "model_type", "context", "batch", "device")
-    found: dict[str, Any] = _measure(*(request[word] for word in words))
+    answer: dict[str, Any] = _measure(*(request[word] for word in words))
     if request["timed"]:
-        found["times"] = _measure_times(*(request[word] for word in words)).to_dict()
-    print(json.dumps(found))
+        answer["times"] = _measure_times(*(request[word] for word in words)).to_dict()
+    print(json.dumps(answer))
 
 
 def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> dict[str, Any]:
@@ -251,40 +251,40 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
     from bitplan.packed.language.generation import weight_bytes
     from bitplan.packed.language.token_steps import PIECE_TOKENS
 
-    place = torch.device(device)
+    torch_device = torch.device(device)
     vocabulary = int(config.get("vocab_size") or VOCABULARY)
-    model = _small_model(config, model_type, place, LAYERS, "int8_row")
+    model = _small_model(config, model_type, torch_device, LAYERS, "int8_row")
     with torch.inference_mode():
-        model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=place), use_cache=False)  # compiled loops
+        model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=torch_device), use_cache=False)  # compiled loops
         piece = min(PIECE_TOKENS, max(1, context - 1))
-        cache = _filled(model, batch, context - 1 - piece, place)
-        _forget_peak(place)
+        cache = _filled(model, batch, context - 1 - piece, torch_device)
+        _forget_peak(torch_device)
         for length in (piece, 1):
             model(
-                input_ids=torch.zeros(batch, length, dtype=torch.int64, device=place),
+                input_ids=torch.zeros(batch, length, dtype=torch.int64, device=torch_device),
                 past_key_values=cache,
                 use_cache=True,
                 logits_to_keep=1,
             )
     logits = 3 * 4 * batch * (vocabulary - VOCABULARY)
-    held: int = weight_bytes(model) + cache.nbytes
-    if place.type == "cuda":  # room for more tokens, which the cache's own bytes leave out
-        held += _storage_bytes(cache) - cache.nbytes
-    found = {"nbytes": _peak(place) - held + max(0, logits)}
-    if place.type != "cuda":
-        return found
-    floor = max(0, torch.cuda.memory_allocated(place) - held)
-    return found | {"floor": floor + max(0, logits), "decoded": _decoded_bytes(place)}
+    own_bytes: int = weight_bytes(model) + cache.nbytes
+    if torch_device.type == "cuda":  # room for more tokens, which the cache's own bytes leave out
+        own_bytes += _storage_bytes(cache) - cache.nbytes
+    answer = {"nbytes": _peak(torch_device) - own_bytes + max(0, logits)}
+    if torch_device.type != "cuda":
+        return answer
+    floor = max(0, torch.cuda.memory_allocated(torch_device) - own_bytes)
+    return answer | {"floor": floor + max(0, logits), "decoded": _decoded_bytes(torch_device)}
 
 
 def _storage_bytes(cache: Any) -> int:
     """What keys and values take with the room that is kept for more of them."""
-    held = [rows for layer in cache.layers for rows in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-    storages = [part.untyped_storage() for rows in held if rows is not None for part in rows.parts.values()]
+    stored = [rows for layer in cache.layers for rows in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    storages = [part.untyped_storage() for rows in stored if rows is not None for part in rows.parts.values()]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _decoded_bytes(place: Any) -> dict[str, tuple[float, float]]:
+def _decoded_bytes(device: Any) -> dict[str, tuple[float, float]]:
     """What decoding a weight takes, by format: bytes of any weight, and bytes a number more."""
     import torch
 
@@ -292,7 +292,7 @@ def _decoded_bytes(place: Any) -> dict[str, tuple[float, float]]:
     from bitplan.formats.dispatch import decode
     from bitplan.searching.runtime_formats import target_of
 
-    found: dict[str, tuple[float, float]] = {}
+    bytes_by_format: dict[str, tuple[float, float]] = {}
     for name in target_of("bitplan").formats:
         fmt = get_format(name)
         if fmt.is_cast:
@@ -300,21 +300,21 @@ def _decoded_bytes(place: Any) -> dict[str, tuple[float, float]]:
         taken = []
         for shape in DECODED_SHAPES:
             parts = {
-                part: torch.zeros(size, dtype=dtype, device=place)
+                part: torch.zeros(size, dtype=dtype, device=device)
                 for part, (dtype, size) in fmt.part_shapes(shape).items()
             }
-            torch.cuda.synchronize(place)
-            before = torch.cuda.memory_allocated(place)
-            torch.cuda.reset_peak_memory_stats(place)
+            torch.cuda.synchronize(device)
+            before = torch.cuda.memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
             decode(Encoded(fmt, shape, **parts), torch.bfloat16)
-            taken.append(torch.cuda.max_memory_allocated(place) - before)
+            taken.append(torch.cuda.max_memory_allocated(device) - before)
         few, many = (rows * cols for rows, cols in DECODED_SHAPES)
-        each = max(0.0, (taken[1] - taken[0]) / (many - few))
-        found[name] = max(0.0, taken[0] - few * each), each
-    return found
+        per_number = max(0.0, (taken[1] - taken[0]) / (many - few))
+        bytes_by_format[name] = max(0.0, taken[0] - few * per_number), per_number
+    return bytes_by_format
 
 
-def _small_model(config: dict[str, Any], model_type: str, place: Any, layers: int, fmt: str) -> Any:
+def _small_model(config: dict[str, Any], model_type: str, device: Any, layers: int, fmt: str) -> Any:
     """The architecture with few layers, packed in one format, on a device; numbers have no meaning."""
     import torch
     import transformers
@@ -323,19 +323,19 @@ def _small_model(config: dict[str, Any], model_type: str, place: Any, layers: in
     from bitplan.packed.fused_projections import fuse_what_is_seen
     from bitplan.packed.rounded_inputs import round_inputs
 
-    on_cpu = place.type == "cpu"
+    on_cpu = device.type == "cpu"
     small = config | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": None}
     small |= dict.fromkeys(("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"))
     if isinstance(config.get("layer_types"), list):
         kinds = config["layer_types"]
         other = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
         small["layer_types"] = [other if layer % 2 else kinds[0] for layer in range(layers)]
-    made = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in small.items() if k != "model_type"})
+    shrunk = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in small.items() if k != "model_type"})
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = torch.float32 if on_cpu else getattr(torch, stored)
-    with place:
-        model: Any = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False, dtype=dtype).eval()
-    model.to(place)
+    with device:
+        model: Any = transformers.AutoModelForCausalLM.from_config(shrunk, trust_remote_code=False, dtype=dtype).eval()
+    model.to(device)
     apply_plan(model, fmt, unsupported="skip")
     if on_cpu:
         round_inputs(model, "int8")
@@ -343,7 +343,7 @@ def _small_model(config: dict[str, Any], model_type: str, place: Any, layers: in
     return model
 
 
-def _filled(model: Any, batch: int, tokens: int, place: Any) -> Any:
+def _filled(model: Any, batch: int, tokens: int, device: Any) -> Any:
     """A cache in 8 bits that holds so many tokens: on a GPU read piece by piece, as a prompt is."""
     import torch
 
@@ -351,15 +351,15 @@ def _filled(model: Any, batch: int, tokens: int, place: Any) -> Any:
     from bitplan.packed.language.token_steps import PIECE_TOKENS
     from bitplan.packed.rounded_kv import round_kv
 
-    if place.type == "cpu":
+    if device.type == "cpu":
         cache = KVCache(model.config, "int8")
-        _fill(model, cache, batch, tokens, place)
+        _fill(model, cache, batch, tokens, device)
         return cache
     round_kv(model, "int8")
-    made: Any = None
-    for piece in torch.zeros(batch, max(1, tokens), dtype=torch.int64, device=place).split(PIECE_TOKENS, dim=1):
-        made = model(input_ids=piece, past_key_values=made, use_cache=True, logits_to_keep=1).past_key_values
-    return made
+    filled: Any = None
+    for piece in torch.zeros(batch, max(1, tokens), dtype=torch.int64, device=device).split(PIECE_TOKENS, dim=1):
+        filled = model(input_ids=piece, past_key_values=filled, use_cache=True, logits_to_keep=1).past_key_values
+    return filled
 
 
 @dataclass(frozen=True)
@@ -375,19 +375,19 @@ def _measure_times(config: dict[str, Any], model_type: str, context: int, batch:
     """From tokens of models with few layers: in two formats, with weights in either memory, and with more layers."""
     import torch
 
-    place = torch.device(device)
+    torch_device = torch.device(device)
     read: dict[str, float] = {}
     tokens: dict[tuple[str, int, bool], _Token] = {}
     products = 0
     chosen = _chosen_share(config)
     with torch.inference_mode():
         for fmt, layers in ((WIDE, LAYERS), (NARROW, LAYERS), (WIDE, MORE_LAYERS)):
-            model = _small_model(config, model_type, place, layers, fmt)
-            cache = _filled(model, batch, context - 1 - 2 * TIMED_TOKENS, place)
-            tokens[fmt, layers, False] = _timed_token(model, cache, batch, place)
+            model = _small_model(config, model_type, torch_device, layers, fmt)
+            cache = _filled(model, batch, context - 1 - 2 * TIMED_TOKENS, torch_device)
+            tokens[fmt, layers, False] = _timed_token(model, cache, batch, torch_device)
             if layers == LAYERS:
-                read[fmt], products = _send_to_host(model, place, chosen, batch)
-                tokens[fmt, layers, True] = _timed_token(model, cache, batch, place)
+                read[fmt], products = _send_to_host(model, torch_device, chosen, batch)
+                tokens[fmt, layers, True] = _timed_token(model, cache, batch, torch_device)
             del model, cache
     few, many = tokens[WIDE, LAYERS, False], tokens[WIDE, MORE_LAYERS, False]
     apart = read[WIDE] - read[NARROW]
@@ -416,7 +416,7 @@ def _chosen_share(config: dict[str, Any]) -> float:
     return 1.0 if experts is None or not isinstance(chosen, int) else min(1.0, chosen / experts)
 
 
-def _send_to_host(model: Any, place: Any, chosen: float, batch: int) -> tuple[float, int]:
+def _send_to_host(model: Any, device: Any, chosen: float, batch: int) -> tuple[float, int]:
     """Let all multiplied weights lie in the host's memory; bytes of them that a token reads, and products with them."""
     from bitplan.packed.host_weights import wait_in_host
     from bitplan.packed.packed_weight import PackedWeight
@@ -428,80 +428,80 @@ def _send_to_host(model: Any, place: Any, chosen: float, batch: int) -> tuple[fl
     for weight in weights.values():
         share = 1 - (1 - chosen) ** batch if len(weight.shape) == 3 else 1.0
         read += share * weight.get_buffer("data").nbytes
-        wait_in_host(weight, place)
+        wait_in_host(weight, device)
     layers = [one for one in model.modules() if getattr(one, "joint", None) is not None and one.joint_at]
     return read, len(weights) - len(layers)
 
 
-def _timed_token(model: Any, cache: Any, batch: int, place: Any) -> _Token:
+def _timed_token(model: Any, cache: Any, batch: int, device: Any) -> _Token:
     """Medians of a few tokens; on a GPU its work is timed apart from the host's, which is ahead of it then."""
     import torch
 
-    ids = torch.zeros(batch, 1, dtype=torch.int64, device=place)
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
 
     def step() -> Any:
         return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
 
-    found: list[tuple[float, float, float]] = []
+    samples: list[tuple[float, float, float]] = []
     for turn in range(TIMED_TOKENS):
-        if place.type == "cpu":
+        if device.type == "cpu":
             started = time.perf_counter()
             step().tolist()
             seconds = time.perf_counter() - started
-            found.append((seconds, 0.0, seconds))
+            samples.append((seconds, 0.0, seconds))
             continue
-        torch.cuda.synchronize(place)
+        torch.cuda.synchronize(device)
         started = time.perf_counter()
-        made = step()
+        token = step()
         launched = time.perf_counter() - started
-        made.tolist()
-        whole = time.perf_counter() - started
+        token.tolist()
+        total_seconds = time.perf_counter() - started
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda._sleep(int(CYCLES_A_SECOND * min(LONGEST_WAIT_S, 2 * launched + 1e-3)))
         begin.record()
         step()
         end.record()
-        torch.cuda.synchronize(place)
+        torch.cuda.synchronize(device)
         if turn >= WARM_TOKENS:
-            found.append((begin.elapsed_time(end) / 1e3, launched, whole))
-    medians = [1e6 * statistics.median(times) for times in zip(*found[-TIMED_TOKENS + WARM_TOKENS :], strict=True)]
+            samples.append((begin.elapsed_time(end) / 1e3, launched, total_seconds))
+    medians = [1e6 * statistics.median(times) for times in zip(*samples[-TIMED_TOKENS + WARM_TOKENS :], strict=True)]
     return _Token(*medians)
 
 
-def _fill(model: Any, cache: Any, batch: int, tokens: int, place: Any) -> None:
+def _fill(model: Any, cache: Any, batch: int, tokens: int, device: Any) -> None:
     """Rows of the shape that the model gives, until the cache holds so many tokens."""
     import torch
 
-    first = torch.zeros(batch, 1, dtype=torch.int64, device=place)
-    left = tokens
-    if left > 0:
+    first = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    remaining = tokens
+    if remaining > 0:
         model(input_ids=first, past_key_values=cache, use_cache=True)
-        left -= 1
-    while left > 0:
-        count = min(left, max(1, ROWS_AT_ONCE // batch))
+        remaining -= 1
+    while remaining > 0:
+        count = min(remaining, max(1, ROWS_AT_ONCE // batch))
         for layer in cache.layers:
             if getattr(layer, "keys", None) is not None:
                 layer.update(*(rows.numbers()[:, :, :1].repeat(1, 1, count, 1) for rows in (layer.keys, layer.values)))
-        left -= count
+        remaining -= count
 
 
-def _forget_peak(place: Any) -> None:
+def _forget_peak(device: Any) -> None:
     import torch
 
-    if place.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(place)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
         return
     with suppress(OSError):  # where it is another system, the peak is that of the whole process
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is resident now
 
 
-def _peak(place: Any) -> int:
+def _peak(device: Any) -> int:
     from bitplan.packed.language.generation import peak_bytes
 
-    if place.type == "cpu":
+    if device.type == "cpu":
         status = Path("/proc/self/status")
         lines = status.read_text().splitlines() if status.is_file() else []
-        found = next((line for line in lines if line.startswith("VmHWM:")), None)
-        if found is not None:
-            return int(found.split()[1]) * 1024
-    return peak_bytes(place) or 0
+        peak_line = next((line for line in lines if line.startswith("VmHWM:")), None)
+        if peak_line is not None:
+            return int(peak_line.split()[1]) * 1024
+    return peak_bytes(device) or 0

@@ -108,7 +108,7 @@ class PlanMeter:
         """The model against itself with its activations rounded to bfloat16."""
         model = self._runner.model
         heads = [model.get_output_embeddings()] if hasattr(model, "get_output_embeddings") else []  # type: ignore[operator]
-        head = [each for each in heads if each is not None]
+        head = [head for head in heads if head is not None]
         return self.watch(lambda: round_activations(model, torch.bfloat16, keep=head), "noise floor", None, on_windows)
 
     def prepare(self, evidence: SearchEvidence, choices: Sequence[Mapping[str, str]], stage: Stage) -> None:
@@ -198,8 +198,8 @@ class PlanMeter:
     def counted(self, evidence: SearchEvidence, quality: Quality) -> float:
         """Of a measurement what the goal is about: the KL, or the largest of its aims."""
         assert quality.against is not None
-        known = kl_by_kind(quality, self.kinds)
-        aims = [sum(share * known[kind] for kind, share in aim.items()) for aim in evidence.aims]
+        kl_of_kinds = kl_by_kind(quality, self.kinds)
+        aims = [sum(share * kl_of_kinds[kind] for kind, share in aim.items()) for aim in evidence.aims]
         return max(aims, default=quality.against.kl.mean)
 
     def measured(self, evidence: SearchEvidence, rival: RivalPlan, on_windows: OnWindows | None = None) -> MeasuredPlan:
@@ -257,9 +257,9 @@ class WindowLogits:
     ) -> None:
         self._runner, self._around, self._room = runner, around, room
         self._states = {
-            _key(ids): TokenStates(ids[None], None if each.hidden is None else each.hidden[row : row + 1])
-            for each in last
-            for row, ids in enumerate(each.ids)
+            _key(ids): TokenStates(ids[None], None if batch.hidden is None else batch.hidden[row : row + 1])
+            for batch in last
+            for row, ids in enumerate(batch.ids)
         }
         self._kept: dict[tuple[bytes, int], Tensor] = {}
 

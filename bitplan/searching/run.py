@@ -105,7 +105,7 @@ class SearchResult:
         if not self.lost:
             return None
         label, kl, most = self.winner.label, self.winner.kl.mean, self.goal.max_kl
-        searched = next((each.kl.mean for each in self.rivals if each.kind == "plan"), None)
+        searched = next((rival.kl.mean for rival in self.rivals if rival.kind == "plan"), None)
         if most is not None and searched is not None and searched > most:
             return (
                 f"the searched plan has KL {searched:.4g} on text that was held out, above the goal of {most:g}; "
@@ -124,7 +124,7 @@ class SearchResult:
     @property
     def best_rival(self) -> MeasuredPlan | None:
         """The best of the plans that need no search."""
-        return min((each for each in self.rivals if each.kind != "plan"), key=lambda each: each.kl.mean, default=None)
+        return min((one for one in self.rivals if one.kind != "plan"), key=lambda one: one.kl.mean, default=None)
 
     @property
     def better_beyond_goal(self) -> str | None:
@@ -151,11 +151,11 @@ class SearchResult:
     @property
     def unseen_experts(self) -> str | None:
         """What to say where no token of the text was sent to some experts."""
-        count, whole = (self.evidence.text.get(key, 0) for key in ("unseen_experts", "experts"))
+        count, total = (self.evidence.text.get(key, 0) for key in ("unseen_experts", "experts"))
         if not count:
             return None
         return (
-            f"no token of the text was sent to {count} of {whole} experts: they are rounded by what all experts of "
+            f"no token of the text was sent to {count} of {total} experts: they are rounded by what all experts of "
             "their layer got; give more text, or more windows of it"
         )
 
@@ -189,19 +189,19 @@ class SearchResult:
             "unseen_experts": self.unseen_experts,
             **({} if not self.kinds else {"kinds": kl_by_kind(self.winner.quality, self.kinds)}),
             "against_best_rival": None if best is None else _against(self.winner, best),
-            "measured": [each.to_dict(evidence) for each in self.rivals],
-            "unmeasured": [_predicted(evidence, each) for each in self.unmeasured],
-            "front": [{k: v for k, v in each.to_dict(evidence).items() if k != "choice"} for each in self.front],
-            "uniform": [_predicted(evidence, each) for each in uniform_plans(evidence)],
+            "measured": [rival.to_dict(evidence) for rival in self.rivals],
+            "unmeasured": [_predicted(evidence, rival) for rival in self.unmeasured],
+            "front": [{k: v for k, v in point.to_dict(evidence).items() if k != "choice"} for point in self.front],
+            "uniform": [_predicted(evidence, rival) for rival in uniform_plans(evidence)],
             "heat": _heat(evidence, self.winner.choice),
             "seconds": self.seconds,
             "machine": hardware(),
         }
 
-    def _inputs_document(self, kept: Quality) -> dict[str, Any]:
+    def _inputs_document(self, unrounded: Quality) -> dict[str, Any]:
         """How many groups round their inputs, and what part of the plan's distance that is, predicted and measured."""
         choice = self.winner.choice
-        summary, kl = summary_of(kept), self.winner.kl.mean
+        summary, kl = summary_of(unrounded), self.winner.kl.mean
         return {
             "groups": sum(input_of(name) is not None for name in choice.values()),
             "of": len(choice),
@@ -241,7 +241,7 @@ def _heat(evidence: SearchEvidence, choice: Mapping[str, str]) -> list[dict[str,
     for name, fmt in choice.items():
         layer, part = place_of(name)
         group = evidence.groups[name]
-        smallest = min(group.formats, key=lambda each: group.formats[each].nbytes)
+        smallest = min(group.formats, key=lambda fmt: group.formats[fmt].nbytes)
         cells.append(
             {
                 "group": name,
@@ -325,11 +325,11 @@ def search(
     options    how it works: device, windows, processes, memory, progress
     """
     how = options or SearchOptions()
-    wanted = goal if isinstance(goal, Goal) else Goal(**goal)
+    search_goal = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
-    names = candidates(runtime, formats, wanted.bits)
+    names = candidates(runtime, formats, search_goal.bits)
     check_mode(how.inputs, runtime, names)
-    if runtime.streamed and wanted.faster is not None and how.fp8_policy is None:
+    if runtime.streamed and search_goal.faster is not None and how.fp8_policy is None:
         raise GoalError(
             "speed of training needs a policy: whatever weights cross in, they are multiplied in BF16 where none says "
             "FP8",
@@ -354,11 +354,11 @@ def search(
             device=how.device,
         )
         subject.aim_at(runtime)
-        aims_of(wanted.kinds, cut.kinds)  # refused now, not after minutes
+        aims_of(search_goal.kinds, cut.kinds)  # refused now, not after minutes
         searcher = Searcher(subject, cut, names, folder, how)
-        searcher.require_size(wanted)
+        searcher.require_size(search_goal)
         how.note(searcher.needs())
-        return searcher.find(wanted)
+        return searcher.find(search_goal)
 
 
 @dataclass
@@ -381,7 +381,7 @@ class Searcher:
         target, text = self.subject.target, self.text
         rounded = [name for name in self.formats if not get_format(name).is_cast and not target.streamed]
         steps = measure_steps(self.subject, text.statistics, rounded)
-        tokens = {what: sum(map(len, windows)) for what, windows in vars(text).items() if isinstance(windows, list)}
+        tokens = {use: sum(map(len, windows)) for use, windows in vars(text).items() if isinstance(windows, list)}
         tokens |= {
             "watched": min(tokens["statistics"], GRADIENT_TOKENS),
             "steps": steps_of(self.subject, text.statistics, 0),
@@ -500,8 +500,8 @@ class Searcher:
 
     def meter_on(self, windows: Sequence[Tensor], kinds: Sequence[str]) -> PlanMeter:
         assert self._collected is not None
-        rounded, kept = self._collected[1].rounded, self.memory_use.kept_logits // 2
-        return self.meter(rounded, windows, unscored=self.text.unscored, kept_bytes=kept, kinds=kinds)
+        rounded, kept_logits = self._collected[1].rounded, self.memory_use.kept_logits // 2
+        return self.meter(rounded, windows, unscored=self.text.unscored, kept_bytes=kept_logits, kinds=kinds)
 
     @cached_property
     def reference(self) -> tuple[Quality, Quality]:
@@ -516,7 +516,7 @@ class Searcher:
         """Measure the plan, and rivals that may be better, on held-out text; hand over the best within the goal."""
         reference, floor = self.reference
         every = rivals_of(evidence, solution.nbytes)
-        rivals = [each for each in every if self.options.all_rivals or may_win(evidence, each, solution.choice, error)]
+        rivals = [plan for plan in every if self.options.all_rivals or may_win(evidence, plan, solution.choice, error)]
         plan, *others = self.measured(evidence, [RivalPlan("searched plan", "plan", solution.choice), *rivals])
         winner = best_of(evidence, goal, plan, others, by_gradients=self.options.gradients is not None)
         more = int(any(map(input_of, winner.choice.values())))
@@ -525,11 +525,11 @@ class Searcher:
             nearest = self.judge.measure(
                 evidence, winner.choice, label, lambda count: advance(count, label), nearest=True
             )
-            kept = f"{winner.label}, inputs as they are"
+            unrounded = f"{winner.label}, inputs as they are"
             inputs_kept = None
             if any(map(input_of, winner.choice.values())):
                 inputs_kept = self.judge.measure(
-                    evidence, winner.choice, kept, lambda count: advance(count, kept), inputs={}
+                    evidence, winner.choice, unrounded, lambda count: advance(count, unrounded), inputs={}
                 )
         return SearchResult(
             explain_plan(evidence, winner.choice, rows=goal.rows if goal.faster is not None else None),
@@ -542,7 +542,7 @@ class Searcher:
             reference,
             floor,
             corrections,
-            [each for each in every if each not in rivals],
+            [rival for rival in every if rival not in rivals],
             nearest,
             kinds=self.text.kinds,
             inputs_kept=inputs_kept,
@@ -579,13 +579,13 @@ class Searcher:
 
     def require_size(self, goal: Goal) -> None:
         """A size that no plan has, or that the model has as it is, is refused before minutes are spent."""
-        numbers, held = self.subject.numbers, self.subject.stored.nbytes
+        numbers, stored = self.subject.numbers, self.subject.stored.nbytes
         most, least = goal.most_bytes(numbers), smallest_bytes(self.subject, self.formats)
         if most is not None and least > most:
             raise size_out_of_reach(goal, least, numbers, self._why_so_large(most))
-        if most is not None and held <= most and goal.faster is None and goal.max_kl is None:
+        if most is not None and stored <= most and goal.faster is None and goal.max_kl is None:
             raise GoalError(
-                f"{self.subject.where}: the model fits as it is: {held:,} bytes, {8 * held / numbers:.3f} bits a "
+                f"{self.subject.where}: the model fits as it is: {stored:,} bytes, {8 * stored / numbers:.3f} bits a "
                 f"weight, and {most:,} bytes are allowed; give a smaller size",
                 settings={"bits": None, "nbytes": None},
             )
@@ -599,11 +599,13 @@ class Searcher:
         )
         if self.folder is None:
             return words
-        kept, scratch = evidence_bytes(self.subject, self.text.statistics)
+        lasting, scratch = evidence_bytes(self.subject, self.text.statistics)
         folder = self.folder.absolute()
-        free = shutil.disk_usage(next(each for each in (folder, *folder.parents) if each.exists())).free
-        on_disk = f"statistics take about {kept / 1e6:,.0f} MB in {folder}, and {scratch / 1e6:,.0f} MB more until then"
-        if kept + scratch > free:
+        free = shutil.disk_usage(next(parent for parent in (folder, *folder.parents) if parent.exists())).free
+        on_disk = (
+            f"statistics take about {lasting / 1e6:,.0f} MB in {folder}, and {scratch / 1e6:,.0f} MB more until then"
+        )
+        if lasting + scratch > free:
             text = f"{on_disk}; {free / 1e6:,.0f} MB are free there: give a folder on another disk"
             raise SearchError(text, settings={"out": None})
         return f"{on_disk}; {words}"
@@ -611,8 +613,8 @@ class Searcher:
     def _why_so_large(self, most: int) -> str:
         """Where tensors that stay take more than is allowed: why most of their bytes do."""
         by_reason = Counter[str]()
-        for each in self.subject.stays.values():
-            by_reason[each.reason] += each.nbytes
+        for tensor in self.subject.stays.values():
+            by_reason[tensor.reason] += tensor.nbytes
         if by_reason.total() <= most:
             return ""
         reason, nbytes = by_reason.most_common(1)[0]
@@ -622,17 +624,16 @@ class Searcher:
         """Corrections into the file, which may know formats that this search did not ask for."""
         if self.folder is None:
             return
-        known = SearchEvidence.load(self.folder / EVIDENCE)
+        saved = SearchEvidence.load(self.folder / EVIDENCE)
         for name, group in evidence.groups.items():
-            factors = {weight_format(each): cost.factor for each, cost in group.formats.items()}
-            every = {**known.groups[name].formats, **group.formats}
+            factors = {weight_format(fmt): cost.factor for fmt, cost in group.formats.items()}
+            every = {**saved.groups[name].formats, **group.formats}
             corrected = {
-                each: replace(cost, factor=factors.get(weight_format(each), cost.factor))
-                for each, cost in every.items()
+                fmt: replace(cost, factor=factors.get(weight_format(fmt), cost.factor)) for fmt, cost in every.items()
             }
-            known.groups[name] = replace(group, formats=corrected)
-        known.together, known.proven = evidence.together, evidence.proven
-        known.save(self.folder / EVIDENCE)
+            saved.groups[name] = replace(group, formats=corrected)
+        saved.together, saved.proven = evidence.together, evidence.proven
+        saved.save(self.folder / EVIDENCE)
 
 
 def _require_folder(path: Path, target: Target) -> None:
@@ -649,7 +650,7 @@ def _require_folder(path: Path, target: Target) -> None:
 @contextmanager
 def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
     """Each module of a model in memory goes back to training or evaluation; a search runs it in evaluation."""
-    modes = [(each, each.training) for each in model.modules()] if isinstance(model, nn.Module) else []
+    modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     try:
         yield
     finally:
@@ -660,16 +661,16 @@ def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
 @contextmanager
 def _made(folder: Path | None) -> Iterator[None]:
     """The folder, with those above it; those that were made here go again if the search ends with nothing in them."""
-    missing = [] if folder is None else [each for each in (folder, *folder.parents) if not each.exists()]
+    missing = [] if folder is None else [parent for parent in (folder, *folder.parents) if not parent.exists()]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
-        for each in missing:
-            if any(each.iterdir()):
+        for parent in missing:
+            if any(parent.iterdir()):
                 break
-            each.rmdir()
+            parent.rmdir()
         raise
 
 
@@ -677,11 +678,11 @@ def best_of(
     evidence: SearchEvidence, goal: Goal, plan: MeasuredPlan, others: Sequence[MeasuredPlan], *, by_gradients: bool
 ) -> MeasuredPlan:
     """The best by measurement; a plan above the limit of KL loses to any other that is within the whole goal."""
-    allowed = [each for each in others if within(evidence, goal, each.choice, each.kl.mean)]
+    allowed = [rival for rival in others if within(evidence, goal, rival.choice, rival.kl.mean)]
     if goal.max_kl is not None and plan.kl.mean > goal.max_kl and allowed:
         return min(allowed, key=_is_better(goal))
     if by_gradients:
-        allowed = [each for each in allowed if evidence.harm(each.choice) <= evidence.harm(plan.choice)]
+        allowed = [rival for rival in allowed if evidence.harm(rival.choice) <= evidence.harm(plan.choice)]
     return min([plan, *allowed], key=_is_better(goal))
 
 
@@ -717,12 +718,12 @@ def solve_and_correct(
             if evidence.aims:
                 quality = meter.measure(evidence, choice, label)
                 assert quality.against is not None
-                found, counted = quality.against.kl.mean, meter.counted(evidence, quality)
+                kl, counted = quality.against.kl.mean, meter.counted(evidence, quality)
             else:
-                found = counted = meter.kl(evidence, choice, label)
+                kl = counted = meter.kl(evidence, choice, label)
             advance(1, label)
-        corrections.add(choice, found)
-        return found, counted
+        corrections.add(choice, kl)
+        return kl, counted
 
     uniform = best_uniform(evidence, solve(evidence, limits).nbytes)
     rivals = [(measured(rival.choice, rival.label)[1], rival.choice) for rival in uniform]
@@ -745,7 +746,7 @@ def solve_and_correct(
             break
         corrections.apply()
     kl, choice = min(rivals, key=lambda pair: pair[0], default=(math.inf, {}))
-    cut = _cut_to_goal(evidence, limits, choice) if kl < min(found for found, _ in tried) else None
+    cut = _cut_to_goal(evidence, limits, choice) if kl < min(tried_kl for tried_kl, _ in tried) else None
     if cut is not None and all(cut.choice != other.choice for _, other in tried):
         tried.append((measured(cut.choice, "the best uniform plan, cut to the goal")[1], cut))
     corrections.apply()

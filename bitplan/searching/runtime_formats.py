@@ -73,9 +73,9 @@ TARGETS = {
 
 def target_of(name: str) -> Target:
     if name not in TARGETS:
-        known = f"one of {', '.join(TARGETS)}"
+        expected = f"one of {', '.join(TARGETS)}"
         raise SearchError(
-            f"the target must be {known}, got {name!r}{did_you_mean(name, TARGETS)}", settings={"target": None}
+            f"the target must be {expected}, got {name!r}{did_you_mean(name, TARGETS)}", settings={"target": None}
         )
     return TARGETS[name]
 
@@ -90,6 +90,6 @@ def candidates(target: Target, formats: Sequence[str] | None, bits: float | None
     for name in formats:
         get_format(name)
         if not target.loads(name):
-            known = FORMATS[target.export or ""]
-            raise SearchError(f"{target.name} does not load {name}; it loads {', '.join(known)} and plain types")
+            loaded = FORMATS[target.export or ""]
+            raise SearchError(f"{target.name} does not load {name}; it loads {', '.join(loaded)} and plain types")
     return tuple(dict.fromkeys(formats))

@@ -60,7 +60,7 @@ from bitplan.searching.runtime_formats import TARGETS, Target
 
 
 def group_tensors(
-    tensors: Iterable[str], *, fused: bool = True, seen: Mapping[str, str] | None = None
+    tensors: Iterable[str], *, fused: bool = True, joined_names: Mapping[str, str] | None = None
 ) -> dict[str, list[str]]:
     """Groups in natural order of their names.
 
@@ -69,8 +69,8 @@ def group_tensors(
     """
     groups: dict[str, list[str]] = {}
     for tensor in natural_order(tensors):
-        known = seen.get(tensor) if seen is not None and fused else None
-        groups.setdefault(known or joined_name(tensor, joined=fused), []).append(tensor)
+        joined = joined_names.get(tensor) if joined_names is not None and fused else None
+        groups.setdefault(joined or joined_name(tensor, joined=fused), []).append(tensor)
     return {name: groups[name] for name in natural_order(groups)}
 
 
@@ -132,19 +132,19 @@ _GGUF = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.weight")
 
 def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str, ExpertSlice]) -> dict[str, str]:
     """Add the experts of tensors that have all of a layer, where a packed layer runs them; and whose items they are."""
-    places = {place.name: place for place in named_parameters_of(model)}
-    found: dict[str, str] = {}
+    parameters = {named.name: named for named in named_parameters_of(model)}
+    tensor_names: dict[str, str] = {}
     for tensor, ours in names.items():
-        place = places[ours]
-        is_stack = place.parameter.ndim == 3 and packed_kind(place.module, place.local) == "StackedExperts"
+        named = parameters[ours]
+        is_stack = named.parameter.ndim == 3 and packed_kind(named.module, named.local) == "StackedExperts"
         if tensor in slices or not is_stack:
             continue
-        transposed = are_columns(place.module, place.local)
-        for index in range(len(place.parameter)):
+        transposed = are_columns(named.module, named.local)
+        for index in range(len(named.parameter)):
             name = expert_name(tensor, index)
-            found[name] = tensor
+            tensor_names[name] = tensor
             slices[name] = ExpertSlice(name, ours, index, slice(None), transposed)
-    return found
+    return tensor_names
 
 
 def items_of_gguf(
@@ -152,27 +152,29 @@ def items_of_gguf(
 ) -> dict[str, str]:
     """The same of a GGUF file, which has gate and up apart; numbers say whether they lie where they are expected."""
     stacks = {
-        (split_layer(place.name)[1], place.local == stack_of(place.module, "down")): place
-        for place in named_parameters_of(model)
-        if is_in_block(place.name)
-        and packed_kind(place.module, place.local) == "StackedExperts"
-        and not are_columns(place.module, place.local)
+        (split_layer(named.name)[1], named.local == stack_of(named.module, "down")): named
+        for named in named_parameters_of(model)
+        if is_in_block(named.name)
+        and packed_kind(named.module, named.local) == "StackedExperts"
+        and not are_columns(named.module, named.local)
     }
-    found: dict[str, str] = {}
+    tensor_of_item: dict[str, str] = {}
     with open_tensors(path) as file:
         for tensor, spec in file.specs.items():
             named = _GGUF.fullmatch(tensor)
-            place = None if named is None else stacks.get((named[1], named[2] == "down"))
-            if named is None or place is None:
+            source = None if named is None else stacks.get((named[1], named[2] == "down"))
+            if named is None or source is None:
                 continue
             outputs = spec.shape[1]
             rows = slice(outputs, 2 * outputs) if named[2] == "up" else slice(0, outputs)
-            items = [ExpertSlice(expert_name(tensor, index), place.name, index, rows) for index in range(spec.shape[0])]
-            stack, numbers = place.parameter.detach(), file.read_float(tensor)
+            items = [
+                ExpertSlice(expert_name(tensor, index), source.name, index, rows) for index in range(spec.shape[0])
+            ]
+            stack, numbers = source.parameter.detach(), file.read_float(tensor)
             if len(stack) == len(items) and torch.equal(items[-1].read(stack).float().cpu(), numbers[-1].float()):
                 slices.update({item.name: item for item in items})
-                found |= {item.name: tensor for item in items}
-    return found
+                tensor_of_item |= {item.name: tensor for item in items}
+    return tensor_of_item
 
 
 ANY_ROWS = "int8_row"  # a format that holds rows of every length: for asking which tensors are weights at all
@@ -225,11 +227,11 @@ class SearchSubject:
             weights.setdefault(site.tensor or site.name, []).append(site)
         return {
             name: SearchedTensor(
-                (len(own), *own[0].shape) if own[0].tensor else own[0].shape,
-                own[0].role,
-                tuple(site.name for site in own),
+                (len(sites), *sites[0].shape) if sites[0].tensor else sites[0].shape,
+                sites[0].role,
+                tuple(site.name for site in sites),
             )
-            for name, own in weights.items()
+            for name, sites in weights.items()
         }
 
     @property
@@ -261,7 +263,7 @@ class SearchSubject:
 
     def groups(self, tensors: Iterable[str]) -> dict[str, list[str]]:
         """Tensors that must have one format."""
-        return group_tensors(tensors, fused=self.fused, seen=self.seen_groups if self.fused else None)
+        return group_tensors(tensors, fused=self.fused, joined_names=self.seen_groups if self.fused else None)
 
     def aim_at(self, target: Target) -> None:
         """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""
@@ -282,8 +284,8 @@ class SearchSubject:
                 self.stays[name] = _staying(self.stored, name, site.role, reason)
         if target.export == "gguf":  # where norms and biases are float32
             self.stays = {
-                name: replace(each, nbytes=4 * math.prod(each.shape)) if len(each.shape) < 2 else each
-                for name, each in self.stays.items()
+                name: replace(tensor, nbytes=4 * math.prod(tensor.shape)) if len(tensor.shape) < 2 else tensor
+                for name, tensor in self.stays.items()
             }
         if not self.sites:
             raise SearchError(
@@ -292,13 +294,13 @@ class SearchSubject:
 
     def _keep_whole_layers(self) -> None:
         """Where a tensor of experts stays, so do the others of its layer, or `load_packed` would refuse the folder."""
-        kept: dict[str, str] = {}
+        first_kept: dict[str, str] = {}
         for name in self.stays:
             if name in self.experts:
-                kept.setdefault(self.experts[name], name)
+                first_kept.setdefault(self.experts[name], name)
         for name, site in list(self.sites.items()):
             tensor = site.tensor or name
-            first = kept.get(self.experts.get(tensor, ""))
+            first = first_kept.get(self.experts.get(tensor, ""))
             if first is not None:
                 del self.sites[name]
                 reason = f"kept with {first}: a packed layer has all its experts packed or none"
@@ -313,7 +315,7 @@ class SearchSubject:
             )
         names = {name for name in self.stored.entries if self.runner.is_in_block(self.names.get(name, ""))}
         self.sites = {name: site for name, site in self.sites.items() if (site.tensor or name) in names}
-        self.stays = {name: each for name, each in self.stays.items() if name in names}
+        self.stays = {name: tensor for name, tensor in self.stays.items() if name in names}
         self.stored = Plan({name: entry for name, entry in self.stored.entries.items() if name in names})
         self.streamed_numbers = sum(math.prod(entry.shape or ()) for entry in self.stored.entries.values())
 
@@ -331,8 +333,10 @@ class SearchSubject:
         broken: list[str] = []
         for name, _ in self.model.named_parameters():
             if not bool(self.runner.read(name).isfinite().all()):
-                own = [each.name for each in self.sites.values() if each.slice is not None and each.slice.stack == name]
-                broken += [each for each in own if not bool(self.weight(each).isfinite().all())] or [name]
+                expert_names = [
+                    site.name for site in self.sites.values() if site.slice is not None and site.slice.stack == name
+                ]
+                broken += [name for name in expert_names if not bool(self.weight(name).isfinite().all())] or [name]
         return broken
 
     def numbers_with(self, name: str) -> int:
@@ -351,13 +355,13 @@ class SearchSubject:
                 stacks.setdefault(site.slice.stack, []).append(site.slice)
 
         def stacked(name: str) -> Tensor | None:
-            found = [(each, weights(each.name)) for each in stacks[name]]
-            if all(numbers is None for _, numbers in found):
+            slices_and_numbers = [(expert, weights(expert.name)) for expert in stacks[name]]
+            if all(numbers is None for _, numbers in slices_and_numbers):
                 return None
             stack = self.runner.read(name).detach().to(self.device).float().clone()
-            for each, numbers in found:
+            for expert, numbers in slices_and_numbers:
                 if numbers is not None:
-                    each.write(stack, numbers)
+                    expert.write(stack, numbers)
             return stack
 
         return lambda name: weights(ours[name]) if name in ours else stacked(name) if name in stacks else None
@@ -376,22 +380,22 @@ class SearchSubject:
             return hash_tensors([self.runner.read(name).detach()])
 
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-            found = list(pool.map(digest, sorted(name for name, _ in self.model.named_parameters())))
-        return hashlib.blake2b("".join(found).encode(), digest_size=16).hexdigest()
+            digests = list(pool.map(digest, sorted(name for name, _ in self.model.named_parameters())))
+        return hashlib.blake2b("".join(digests).encode(), digest_size=16).hexdigest()
 
     def digests(self) -> dict[str, str]:
         """A digest of each weight that may be quantized, of its file if there is one: loading may move rows."""
-        found: dict[str, str] = {}
+        digests: dict[str, str] = {}
         with ExitStack() as opened:
             file = None if self.path is None else opened.enter_context(open_tensors(self.path))
-            for tensor, each in self.tensors.items():
+            for tensor, searched in self.tensors.items():
                 numbers = self.runner.read(self.names[tensor]) if file is None else file.read_float(tensor)
                 is_packed = file is not None and file.spec(tensor).encoded  # and so has outputs as rows
-                for name in each.weights:
+                for name in searched.weights:
                     part = self.sites[name].slice if self.sites[name].tensor else None
-                    own = numbers if part is None else numbers[part.expert] if is_packed else part.item(numbers)
-                    found[name] = weight_digest(own)
-        return found
+                    weight = numbers if part is None else numbers[part.expert] if is_packed else part.item(numbers)
+                    digests[name] = weight_digest(weight)
+        return digests
 
 
 def subject_of(
@@ -412,15 +416,15 @@ def subject_of(
     device   where to compute; without it, where the model is
     """
     model.eval()
-    place = device_of(device) if device is not None else _device_of(model)
-    runner = BlockRunner(model, model.get_parameter if read is None else read, place)
+    torch_device = device_of(device) if device is not None else _device_of(model)
+    runner = BlockRunner(model, model.get_parameter if read is None else read, torch_device)
     runner.check_order(torch.zeros(1, 4, dtype=torch.int64))
     if path is None:
         tensors = {name: spec_of(name, parameter) for name, parameter in model.named_parameters()}
         names, where = {name: name for name in tensors}, type(model).__name__
     else:
         tensors, names = _of_file(model, Path(path))
-        names |= {name: each.stack for name, each in (slices or {}).items()}
+        names |= {name: expert.stack for name, expert in (slices or {}).items()}
         where = str(path)
     plan = choose_formats(tensors, ANY_ROWS, keep=keep, only=only, pad=True, where=where)
     stored = choose_formats(tensors, {"*": None}, where=where)
@@ -436,27 +440,27 @@ def subject_of(
         raise SearchError(
             f"{where}: no linear layer or embedding is left to search", settings={"keep": None, "only": None}
         )
-    experts = {tensor_of.get(name, name): each.stack.rpartition(".")[0] for name, each in stacks.items()}
+    experts = {tensor_of.get(name, name): expert.stack.rpartition(".")[0] for name, expert in stacks.items()}
     source = None if path is None else Path(path)
     return SearchSubject(runner, where, sites, stays, names, stored, source, experts=experts)
 
 
 def _device_of(model: nn.Module) -> torch.device:
     """Where the model is; what lies on disk is computed on the CPU."""
-    place = next(model.parameters()).device
-    return torch.device("cpu") if place.type == "meta" else place
+    first_device = next(model.parameters()).device
+    return torch.device("cpu") if first_device.type == "meta" else first_device
 
 
 def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """What the file holds, and under which name of the model each tensor lies."""
-    known = {place.name for place in named_parameters_of(model)}
+    parameter_names = {named.name for named in named_parameters_of(model)}
     with open_tensors(path) as file:
         tensors = dict(file.specs)
-    names = {name: name for name in tensors if name in known}
-    if others := [name for name in tensors if name not in known]:
+    names = {name: name for name in tensors if name in parameter_names}
+    if others := [name for name in tensors if name not in parameter_names]:
         families = [shipped_manifest(family).aliases for family in GGUF_MANIFESTS]
         called = {name: [aliases.to_ours(name) for aliases in families] for name in others}
-        names |= {name: ours for name in others for ours in called[name][::-1] if ours in known}
+        names |= {name: ours for name in others for ours in called[name][::-1] if ours in parameter_names}
     return tensors, {name: names[name] for name in tensors if name in names}
 
 
@@ -468,14 +472,14 @@ def _split(
     slices: Mapping[str, ExpertSlice],
     tensor_of: Mapping[str, str],
 ) -> tuple[dict[str, WeightSite], dict[str, StayingTensor]]:
-    places = named_parameters_of(model)
-    by_name = {place.name: place.parameter for place in places}
+    parameters = named_parameters_of(model)
+    by_name = {named.name: named.parameter for named in parameters}
     users: dict[int, list[nn.Module]] = {}
-    for place in places:
-        users.setdefault(id(place.parameter), []).append(place.module)
+    for named in parameters:
+        users.setdefault(id(named.parameter), []).append(named.module)
     sites: dict[str, WeightSite] = {}
     stays: dict[str, StayingTensor] = {}
-    seen: dict[int, str] = {}
+    first_names: dict[int, str] = {}
     items: dict[str, list[str]] = {}
     for item, tensor in tensor_of.items():
         items.setdefault(tensor, []).append(item)
@@ -495,11 +499,11 @@ def _split(
                 sites[item] = WeightSite(item, shape, (), (), entry.role, slices[item], name)
             continue
         if free and parameter is not None and (linears or embeddings):
-            if id(parameter) not in seen:
-                seen[id(parameter)] = name
+            if id(parameter) not in first_names:
+                first_names[id(parameter)] = name
                 sites[name] = WeightSite(name, tuple(parameter.shape), linears, embeddings, entry.role)
                 continue
-            reason = f"tied to {seen[id(parameter)]}"
+            reason = f"tied to {first_names[id(parameter)]}"
         elif free:
             reason = UNKNOWN_LAYER
         stays[name] = _staying(stored, name, entry.role, reason)
@@ -512,8 +516,8 @@ def _may_change(entry: Planned) -> bool:
 
 
 def _staying(stored: Plan, name: str, role: str, reason: str) -> StayingTensor:
-    here = stored.entries[name]
-    return StayingTensor(here.choice.format, here.shape or (), role, here.stored, here.nbytes, reason)
+    entry = stored.entries[name]
+    return StayingTensor(entry.choice.format, entry.shape or (), role, entry.stored, entry.nbytes, reason)
 
 
 # ---- model and text of a search --------------------------------------------------------------------------------------
@@ -715,8 +719,8 @@ def _share(model: nn.Module, alias: str, name: str) -> None:
 
 def _refuse_packed_gpt_oss(path: Path) -> None:
     """gpt-oss as it was published: its experts would stay as they are, and nothing could be packed beside them."""
-    said = read_config(path).get("quantization_config") if path.is_dir() and (path / CONFIG).is_file() else None
-    if isinstance(said, dict) and said.get("quant_method") == "mxfp4":
+    quantization = read_config(path).get("quantization_config") if path.is_dir() and (path / CONFIG).is_file() else None
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         raise SearchError(
             f"{path}: its experts are in MXFP4, and a search begins with floats: search WIDE, into which `bitplan "
             f"gpt-oss convert {path} WIDE` decodes them without a change of a number",
@@ -741,11 +745,11 @@ def _split_text(
     proof: Sequence[Tensor] | None,
     windows: int,
     unscored: int,
-    what: str = "the text",
+    label: str = "the text",
 ) -> SearchText:
     if len(calibration) < LEAST_WINDOWS:
         raise SearchError(
-            f"{what} has {len(calibration)} windows, and a search needs {LEAST_WINDOWS} or more, of which some are "
+            f"{label} has {len(calibration)} windows, and a search needs {LEAST_WINDOWS} or more, of which some are "
             "kept for the proof; give a longer text, or shorter windows",
             settings={"context": None},
         )

@@ -79,17 +79,17 @@ class Corrections:
     def _fit(self) -> tuple[dict[str, float], dict[Cell, float], float, float]:
         numpy = require("numpy", purpose="searching a plan")
         optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
-        known = [
+        observations = [
             *((cells, sum(cells.values()), 0.0, 0.0) for cells in self._checks),
             *((*one, 1.0) for one in self._measured),
         ]
-        cells = sorted({cell for observed, *_ in known for cell in observed})
+        cells = sorted({cell for observed, *_ in observations for cell in observed})
         formats = sorted({fmt for _, fmt in cells})
         steps = self._steps_from_check()
-        damage = numpy.array([[observed.get(cell, 0.0) for cell in cells] for observed, *_ in known])
-        wanted = numpy.log(numpy.array([kl for _, kl, _, _ in known]))
-        of_inputs = numpy.array([inputs for _, _, inputs, _ in known])  # measured, so nothing corrects them
-        is_whole = numpy.array([whole for *_, whole in known])
+        damage = numpy.array([[observed.get(cell, 0.0) for cell in cells] for observed, *_ in observations])
+        measured_kl = numpy.log(numpy.array([kl for _, kl, _, _ in observations]))
+        of_inputs = numpy.array([inputs for _, _, inputs, _ in observations])  # measured, so nothing corrects them
+        is_whole = numpy.array([of_plan for *_, of_plan in observations])
         # Columns: formats, cells, the growth with damage; `together` acts on whole plans and not on cells.
         design = numpy.zeros((len(cells), len(formats) + len(cells) + 1))
         for row, (part, fmt) in enumerate(cells):
@@ -99,13 +99,13 @@ class Corrections:
 
         def residuals(scaled: Any) -> Any:
             moved = damage * numpy.exp(numpy.clip(design @ (scaled * sizes)[:-1], -MOST, MOST))
-            apart = numpy.log(moved.sum(1) + of_inputs) + is_whole * scaled[-1] * TOGETHER - wanted
+            apart = numpy.log(moved.sum(1) + of_inputs) + is_whole * scaled[-1] * TOGETHER - measured_kl
             return numpy.concatenate([apart / NOISE, scaled])
 
-        found = optimize.least_squares(residuals, numpy.zeros(len(sizes))).x * sizes
-        of_format = dict(zip(formats, map(float, found), strict=False))
-        of_cell = dict(zip(cells, map(float, found[len(formats) :]), strict=False))
-        return of_format, of_cell, float(found[-2]), float(found[-1])
+        solution = optimize.least_squares(residuals, numpy.zeros(len(sizes))).x * sizes
+        of_format = dict(zip(formats, map(float, solution), strict=False))
+        of_cell = dict(zip(cells, map(float, solution[len(formats) :]), strict=False))
+        return of_format, of_cell, float(solution[-2]), float(solution[-1])
 
     def _damage(self, choice: Mapping[str, str]) -> dict[Cell, float]:
         """Nats by projection and format, as they were predicted at first."""
@@ -126,14 +126,14 @@ class Corrections:
 
     def _steps_from_check(self) -> dict[Cell, float]:
         """How much worse a format is than the one in which its projection was checked, as a logarithm."""
-        found: dict[Cell, list[float]] = {}
+        logarithms: dict[Cell, list[float]] = {}
         for name, group in self.evidence.groups.items():
             checked = group.formats.get(group.checked)
             for fmt, cost in group.formats.items():
                 if checked is not None and checked.predicted > 0 and cost.predicted > 0:
                     step = math.log(cost.predicted / checked.predicted)
-                    found.setdefault((place_of(name)[1], weight_format(fmt)), []).append(step)
-        return {cell: sum(steps) / len(steps) for cell, steps in found.items()}
+                    logarithms.setdefault((place_of(name)[1], weight_format(fmt)), []).append(step)
+        return {cell: sum(steps) / len(steps) for cell, steps in logarithms.items()}
 
 
 # ---- solver ----------------------------------------------------------------------------------------------------------
@@ -197,19 +197,19 @@ def solve(
     objective: What = "us" if goal.asks_for_least_time else "harm" if limits else "bytes"
     if goal.max_kl is not None and objective != "harm":
         limits["nats"] = goal.max_kl
-    found = problem.best(objective, limits, gap)
-    if found is None:
+    solution = problem.best(objective, limits, gap)
+    if solution is None:
         raise _nearest(evidence, problem, goal, limits)
-    if goal.max_kl is not None and found.nats > goal.max_kl:
-        raise GoalError(kl_out_of_reach(evidence, goal.max_kl, found.nats, force))
-    return found
+    if goal.max_kl is not None and solution.nats > goal.max_kl:
+        raise GoalError(kl_out_of_reach(evidence, goal.max_kl, solution.nats, force))
+    return solution
 
 
 def plan_for(evidence: SearchEvidence, goal: Goal) -> Mapping[str, str]:
     """The choice that a search measured to be best for this goal; for another goal, the one that is predicted best."""
-    known = evidence.proven_for(goal.to_dict())
+    proven = evidence.proven_for(goal.to_dict())
     evidence.aims = aims_of(goal.kinds, evidence.kinds)
-    return solve(evidence, goal).choice if known is None else known.choice
+    return solve(evidence, goal).choice if proven is None else proven.choice
 
 
 def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
@@ -258,8 +258,8 @@ def front(evidence: SearchEvidence, *, points: int = FRONT_POINTS) -> list[Solut
         if index + 1 == len(steps) or steps[index + 1][0] < rate:
             choices.append(dict(choice))
     shown = min(points, len(choices))
-    kept = [choices[at * (len(choices) - 1) // max(1, shown - 1)] for at in range(shown)]
-    return [_corner(evidence, one) for one in kept]
+    spread_choices = [choices[at * (len(choices) - 1) // max(1, shown - 1)] for at in range(shown)]
+    return [_corner(evidence, one) for one in spread_choices]
 
 
 def _corner(evidence: SearchEvidence, choice: Mapping[str, str]) -> Solution:
@@ -286,15 +286,15 @@ def _hull(costs: Sequence[tuple[int, float, str]]) -> list[tuple[int, float, str
 
 def _reference_time(evidence: SearchEvidence, rows: int) -> float:
     times = [group.reference_us.get(rows) for group in evidence.groups.values()]
-    known = [time for time in times if time is not None]
-    if len(known) < len(times):
+    known_times = [time for time in times if time is not None]
+    if len(known_times) < len(times):
         measured = sorted({row for group in evidence.groups.values() for row in group.reference_us})
         at = f"times at {', '.join(map(str, measured))} rows" if measured else "no times"
         raise GoalError(
             f"the evidence has {at}, and the goal is at {rows}; search again for speed",
             settings={"faster": None, "rows": rows},
         )
-    return sum(known)
+    return sum(known_times)
 
 
 def _size(numbers: int, nbytes: int) -> str:
@@ -336,7 +336,7 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
 
 def _nearest_in_two(problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> GoalError:
     """Which goal could be reached in two memories."""
-    memories: dict[What, float] = {what: limits[what] for what in ("bytes", "host") if what in limits}
+    memories: dict[What, float] = {quantity: limits[quantity] for quantity in ("bytes", "host") if quantity in limits}
     fastest = problem.best("us", memories, GAP)
     if fastest is None:
         needed = problem.best("host", {"bytes": limits["bytes"]}, GAP)
@@ -407,21 +407,21 @@ class _Problem:
 
         def costs(fmt: str) -> tuple[float, ...]:
             cost = group.formats[fmt]
-            held = (cost.nbytes, cost.host, cost.workspace)
-            return (group.nats(fmt), *held, *(() if self._rows is None else (cost.us[self._rows],)))
+            sizes = (cost.nbytes, cost.host, cost.workspace)
+            return (group.nats(fmt), *sizes, *(() if self._rows is None else (cost.us[self._rows],)))
 
-        kept = []
+        undominated = []
         for index, fmt in enumerate(formats):
             mine = costs(fmt)
             beaten = any(
-                all(theirs <= own for theirs, own in zip(costs(other), mine, strict=True))
+                all(theirs <= our_cost for theirs, our_cost in zip(costs(other), mine, strict=True))
                 and (costs(other) != mine or at < index)
                 for at, other in enumerate(formats)
                 if at != index
             )
             if not beaten:
-                kept.append(fmt)
-        return kept
+                undominated.append(fmt)
+        return undominated
 
     def best(self, objective: What, limits: Mapping[What, float], gap: float) -> Solution | None:
         """The choice that costs least within the limits, None where there is none."""
@@ -434,13 +434,15 @@ class _Problem:
                 return None
             choice, bound, distance = solved
             nbytes = self.evidence.nbytes(choice)
-            held: dict[What, int] = {"bytes": nbytes, "host": self.evidence.host_bytes(choice)}
-            over = {what: held[what] - limits[what] for what in held if what in limits and held[what] > limits[what]}
+            totals: dict[What, int] = {"bytes": nbytes, "host": self.evidence.host_bytes(choice)}
+            over = {
+                name: totals[name] - limits[name] for name in totals if name in limits and totals[name] > limits[name]
+            }
             if not over:
                 us = None if self._rows is None else self.evidence.microseconds(choice, self._rows)
                 return Solution(choice, self.evidence.predict(choice), nbytes, us, bound, distance)
-            for what, more in over.items():
-                tightened[what] -= more
+            for quantity, more in over.items():
+                tightened[quantity] -= more
         return None
 
     def _solve(
@@ -471,13 +473,13 @@ class _Problem:
             fits = numpy.zeros((len(at), len(work) + beside))
             fits[numpy.arange(len(at)), at], fits[:, -1] = work[at] / most, -1
             constraints.append(optimize.LinearConstraint(fits, -numpy.inf, 0))
-        for what, limit in limits.items():
+        for quantity, limit in limits.items():
             if limit < 0:
                 return None
-            row = numpy.array(self._costs[what])
+            row = numpy.array(self._costs[quantity])
             unit = max(limit, float(row.max()) * 1e-6, 1e-300)
             row = _widened(row[None, :] / unit, beside)
-            if what == "bytes" and len(spare):
+            if quantity == "bytes" and len(spare):
                 row[0, -1] = most / unit
             constraints.append(optimize.LinearConstraint(row, -numpy.inf, limit / unit))
         with _quiet_stdout():
@@ -549,10 +551,10 @@ def best_uniform(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
 def nearest_uniform(evidence: SearchEvidence, bits: float) -> RivalPlan:
     """The uniform plan that is predicted best, of those about as large as the one nearest to some bits a weight."""
     plans = uniform_plans(evidence) or [RivalPlan(fmt, "uniform", _uniform(evidence, fmt)) for fmt in evidence.formats]
-    wanted = bits * evidence.numbers / 8
-    nearest = min(abs(math.log(evidence.nbytes(plan.choice) / wanted)) for plan in plans)
+    nbytes = bits * evidence.numbers / 8
+    nearest = min(abs(math.log(evidence.nbytes(plan.choice) / nbytes)) for plan in plans)
     close = [
-        plan for plan in plans if abs(math.log(evidence.nbytes(plan.choice) / wanted)) <= nearest + math.log(WITHIN)
+        plan for plan in plans if abs(math.log(evidence.nbytes(plan.choice) / nbytes)) <= nearest + math.log(WITHIN)
     ]
     return min(close, key=lambda plan: (evidence.predict(plan.choice), plan.label))
 
@@ -576,9 +578,9 @@ def _heuristics(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
             _nearest_above(evidence, nbytes, _two_formats(evidence, label, high, low))
             for label, high in HEURISTICS.items()
         )
-        found = [rival for rival in tried if rival is not None]
-        if (-len(found), _total(evidence, found)) < (-len(best), _total(evidence, best)):
-            best = found
+        heuristics = [rival for rival in tried if rival is not None]
+        if (-len(heuristics), _total(evidence, heuristics)) < (-len(best), _total(evidence, best)):
+            best = heuristics
     return best
 
 
@@ -594,16 +596,16 @@ def _is_common(evidence: SearchEvidence, fmt: str) -> bool:
     is_timed = any(group.formats[fmt].us for group in evidence.groups.values() if fmt in group.formats)
     if weight_format(fmt) != fmt and not is_timed and _is_common(evidence, weight_format(fmt)):
         return False
-    held = sum(group.numbers for group in evidence.groups.values() if fmt in group.formats)
-    return 2 * held > sum(group.numbers for group in evidence.groups.values())
+    numbers = sum(group.numbers for group in evidence.groups.values() if fmt in group.formats)
+    return 2 * numbers > sum(group.numbers for group in evidence.groups.values())
 
 
 def _uniform(evidence: SearchEvidence, fmt: str) -> dict[str, str]:
     order = evidence.formats
     choice = {}
     for name, group in evidence.groups.items():
-        larger = [each for each in order[order.index(fmt) :] if each in group.formats]
-        choice[name] = larger[0] if larger else max(group.formats, key=lambda each: group.formats[each].nbytes)
+        larger = [name for name in order[order.index(fmt) :] if name in group.formats]
+        choice[name] = larger[0] if larger else max(group.formats, key=lambda name: group.formats[name].nbytes)
     return choice
 
 

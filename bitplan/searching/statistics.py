@@ -100,13 +100,13 @@ class WatchedProducts(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        made = func(*args, **(kwargs or {}))
+        product = func(*args, **(kwargs or {}))
         if (func is nn.functional.linear or func in _MATMULS) and len(args) > 1:
             weight = args[1]
             name, stack = self._stacks.get(weight.untyped_storage().data_ptr(), ("", weight))
             if name and weight.shape == stack.shape[1:]:
-                self._on_product(name, weight.storage_offset() // stack[0].numel(), args[0], made)
-        return made
+                self._on_product(name, weight.storage_offset() // stack[0].numel(), args[0], product)
+        return product
 
 
 @contextmanager
@@ -138,51 +138,51 @@ class RoutedTokens:
         Those that got none share one sum.
         """
         for stack, owners in _stacks_of(slices).items():
-            known = [each for each in owners if f"{each.name}.{key}" in sums]
-            if not known or all(self._of(each) >= FEWEST_TOKENS for each in owners):
+            with_sums = [expert for expert in owners if f"{expert.name}.{key}" in sums]
+            if not with_sums or all(self._of(expert) >= FEWEST_TOKENS for expert in owners):
                 continue
-            pooled, got = _added_up(sums[f"{each.name}.{key}"] for each in known), sum(map(self._of, known))
-            for each in known:
-                missing = FEWEST_TOKENS - self._of(each)
+            pooled, got = _added_up(sums[f"{expert.name}.{key}"] for expert in with_sums), sum(map(self._of, with_sums))
+            for expert in with_sums:
+                missing = FEWEST_TOKENS - self._of(expert)
                 if missing > 0:
-                    sums[f"{each.name}.{key}"] += pooled * (missing / got)
-            if len(known) < len(owners):
+                    sums[f"{expert.name}.{key}"] += pooled * (missing / got)
+            if len(with_sums) < len(owners):
                 sums[f"{unseen_name(stack)}.{key}"] = pooled * (FEWEST_TOKENS / got)
 
     def complete_gradients(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str, tokens: int) -> None:
         """Means over the tokens of each expert, times all tokens; of an expert without any, the mean over all."""
         for owners in _stacks_of(slices).values():
-            for part in {each.rows.start for each in owners}:
-                own = [each for each in owners if each.rows.start == part]
-                known = [each for each in own if f"{each.name}.{key}" in sums]
-                if not known:
+            for part in {expert.rows.start for expert in owners}:
+                same_rows = [expert for expert in owners if expert.rows.start == part]
+                with_sums = [expert for expert in same_rows if f"{expert.name}.{key}" in sums]
+                if not with_sums:
                     continue
-                mean = _added_up(sums[f"{each.name}.{key}"] for each in known) / sum(map(self._of, known))
-                for each in own:
-                    name = f"{each.name}.{key}"
-                    sums[name] = (sums[name] / self._of(each) if name in sums else mean) * tokens
+                mean = _added_up(sums[f"{expert.name}.{key}"] for expert in with_sums) / sum(map(self._of, with_sums))
+                for expert in same_rows:
+                    name = f"{expert.name}.{key}"
+                    sums[name] = (sums[name] / self._of(expert) if name in sums else mean) * tokens
 
     def clear(self) -> None:
         self._counts.clear()
 
-    def _of(self, each: ExpertSlice) -> int:
-        return self._counts.get((each.stack, each.expert), 0)
+    def _of(self, expert: ExpertSlice) -> int:
+        return self._counts.get((expert.stack, expert.expert), 0)
 
 
 def _added_up(parts: Iterable[Tensor]) -> Tensor:
     """Their sum, one after the other: together they may be as large as a block."""
     first, *others = parts
     total = first.clone()
-    for each in others:
-        total += each
+    for part in others:
+        total += part
     return total
 
 
 def _stacks_of(slices: Sequence[ExpertSlice]) -> dict[str, list[ExpertSlice]]:
-    found: dict[str, list[ExpertSlice]] = {}
-    for each in slices:
-        found.setdefault(each.stack, []).append(each)
-    return found
+    slices_of_stack: dict[str, list[ExpertSlice]] = {}
+    for expert in slices:
+        slices_of_stack.setdefault(expert.stack, []).append(expert)
+    return slices_of_stack
 
 
 @dataclass(frozen=True)
@@ -231,17 +231,17 @@ class ScratchWriter:
         """Where each tensor will lie."""
         if self._last is not None:
             self._last.result()
-        own = {key: _on_host(each.detach()) for key, each in tensors.items()}
-        if any(each.is_cuda for each in tensors.values()):
+        on_host = {key: _on_host(tensor.detach()) for key, tensor in tensors.items()}
+        if any(tensor.is_cuda for tensor in tensors.values()):
             self._pool = self._pool or ThreadPoolExecutor(1, thread_name_prefix="bitplan-search-writes")
-            self._last = self._pool.submit(_write, path, list(own.values()))
+            self._last = self._pool.submit(_write, path, list(on_host.values()))
         else:
-            _write(path, list(own.values()))
-        places, start = {}, 0
-        for key, each in own.items():
-            places[key] = StoredTensor(path, start, tuple(each.shape), each.dtype, self._last)
-            start += each.nbytes
-        return places
+            _write(path, list(on_host.values()))
+        stored_tensors, start = {}, 0
+        for key, tensor in on_host.items():
+            stored_tensors[key] = StoredTensor(path, start, tuple(tensor.shape), tensor.dtype, self._last)
+            start += tensor.nbytes
+        return stored_tensors
 
     def close(self) -> None:
         """Until everything is written."""
@@ -252,8 +252,8 @@ class ScratchWriter:
 
 def _write(path: Path, tensors: list[Tensor]) -> None:
     with path.open("wb", buffering=0) as file:
-        for each in tensors:
-            view, done = each.reshape(-1).view(torch.uint8).numpy().data, 0
+        for tensor in tensors:
+            view, done = tensor.reshape(-1).view(torch.uint8).numpy().data, 0
             while done < len(view):
                 done += file.write(view[done:])
 
@@ -294,8 +294,8 @@ class SumFiles:
     def get(self, key: str) -> Tensor | None:
         if key not in self.parts:
             return self.small.get(key)
-        known = self._last.matrix if self._last.key == key else None
-        return self._last.remember(key, self._read(key)) if known is None else known
+        remembered = self._last.matrix if self._last.key == key else None
+        return self._last.remember(key, self._read(key)) if remembered is None else remembered
 
     def _read(self, key: str) -> Tensor:
         total: Tensor | None = None
@@ -307,10 +307,10 @@ class SumFiles:
 
     def release(self, key: str) -> None:
         """A sum that was written elsewhere: files of parts go when nothing in them is wanted any more."""
-        own = self.parts.pop(key, [])
-        wanted = {stored.path for parts in self.parts.values() for stored in parts}
-        for path in {stored.path for stored in own}:
-            if path in self.scratch and path not in wanted:
+        stored_parts = self.parts.pop(key, [])
+        paths_in_use = {stored.path for parts in self.parts.values() for stored in parts}
+        for path in {stored.path for stored in stored_parts}:
+            if path in self.scratch and path not in paths_in_use:
                 path.unlink()
 
     def __contains__(self, key: str) -> bool:
@@ -344,18 +344,18 @@ class InputStatistics:
     windows: int = 0
     _mean: LastMatrix = field(default_factory=LastMatrix, repr=False)
 
-    def mean(self, name: str, what: str, device: torch.device | None = None) -> Tensor | None:
+    def mean(self, name: str, quantity: str, device: torch.device | None = None) -> Tensor | None:
         """The mean over tokens, None where the weight has no such part; the last matrix is remembered."""
-        owner = self.shared.get(name, name) if what == INPUTS else name
-        tokens = self.gradient_tokens if what in (GRADIENT, LOOKUP) else self.tokens
-        key = f"{owner}.{what}", tokens, device
+        owner = self.shared.get(name, name) if quantity == INPUTS else name
+        tokens = self.gradient_tokens if quantity in (GRADIENT, LOOKUP) else self.tokens
+        key = f"{owner}.{quantity}", tokens, device
         if self._mean.matrix is not None and self._mean.key == key:
             return self._mean.matrix
         total = self.sums.get(key[0])
         if total is None or not tokens:
             return None
-        found = (total if device is None else total.to(device)) / tokens
-        return self._mean.remember(key, found) if what == INPUTS else found
+        mean = (total if device is None else total.to(device)) / tokens
+        return self._mean.remember(key, mean) if quantity == INPUTS else mean
 
     def column_steps(self, name: str, inputs: Tensor) -> Tensor | None:
         """Return what columns of `inputs`, A, are multiplied by on both sides, [K], so that its diagonal is `weighed`.
@@ -371,8 +371,9 @@ class InputStatistics:
 
     def share(self, owners: Mapping[str, str]) -> None:
         """Weights that have another's inputs; one that has got inputs of its own since has those."""
-        own = {name for name in self.shared if f"{name}.{INPUTS}" in self.sums}
-        self.shared = {name: owner for name, owner in self.shared.items() if name not in own} | dict(owners)
+        weights_with_sums = {name for name in self.shared if f"{name}.{INPUTS}" in self.sums}
+        self.shared = {name: owner for name, owner in self.shared.items() if name not in weights_with_sums}
+        self.shared |= owners
 
     @property
     def unseen(self) -> list[str]:
@@ -395,8 +396,8 @@ class InputStatistics:
 
     def outputs(self, name: str) -> Tensor | None:
         """How much the loss minds changes of outputs together, [N, N] in any unit; None where that is not known."""
-        found = self.sums.get(f"{name}.{BETWEEN}")
-        return found if found is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(found) else None
+        squares = self.sums.get(f"{name}.{BETWEEN}")
+        return squares if squares is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(squares) else None
 
     def moments(self, name: str) -> Tensor | None:
         """How much each column of what is looked up counts, [K] in any unit; None for weights of layers."""
@@ -429,11 +430,11 @@ class InputStatistics:
         columns_of = {key: self.columns(key.rpartition(".")[0]) for key in rest if key not in self.sums.small}
         with write_evidence(folder / EVIDENCE, parts, facts | shared | weights) as evidence:
             for key in parts:
-                name, _, what = key.rpartition(".")
-                part = self._part(name, f".{what}")
+                name, _, quantity = key.rpartition(".")
+                part = self._part(name, f".{quantity}")
                 assert part is not None
                 evidence.write(key, part.float().cpu())
-                written = f"{name}.{BETWEEN if f'.{what}' == OUTPUTS else INPUTS}"
+                written = f"{name}.{BETWEEN if f'.{quantity}' == OUTPUTS else INPUTS}"
                 if self._is_in_evidence(written):
                     self.sums.release(written)
         tensors = {key: self.sums.get(key) for key in rest if key in self.sums.small}
@@ -446,10 +447,10 @@ class InputStatistics:
                 assert part is not None
                 writer.write(key, part.float().cpu())
 
-    def _part(self, name: str, what: str) -> Tensor | None:
-        if what == OUTPUTS:  # all of it, however few tokens it is of yet
+    def _part(self, name: str, quantity: str) -> Tensor | None:
+        if quantity == OUTPUTS:  # all of it, however few tokens it is of yet
             return self.sums.get(f"{name}.{BETWEEN}")
-        return self.hessian(name) if what == HESSIAN else self.moments(name)
+        return self.hessian(name) if quantity == HESSIAN else self.moments(name)
 
     def columns(self, name: str) -> int:
         """The columns of a weight, from the sums of its inputs or of what it looks up."""
@@ -460,8 +461,8 @@ class InputStatistics:
 
     def _is_in_evidence(self, key: str) -> bool:
         """Whether a sum is in evidence.safetensors as it is: outputs, and inputs of what is not looked up too."""
-        name, _, what = key.rpartition(".")
-        return what == BETWEEN or (what == INPUTS and f"{name}.{COUNTS}" not in self.sums)
+        name, _, quantity = key.rpartition(".")
+        return quantity == BETWEEN or (quantity == INPUTS and f"{name}.{COUNTS}" not in self.sums)
 
     @classmethod
     def load(cls, folder: Path, fingerprint: Mapping[str, str]) -> InputStatistics:
@@ -478,10 +479,10 @@ class InputStatistics:
                 raise EvidenceFileError(
                     f"{folder}: {EVIDENCE} and {STATISTICS} are of two runs; {how_to_begin_again(folder)}"
                 )
-            sums, places = SumFiles(), {name: _places_in(folder / name) for name in (EVIDENCE, STATISTICS)}
+            sums, stored_in = SumFiles(), {name: _places_in(folder / name) for name in (EVIDENCE, STATISTICS)}
             for key, spec in rest.specs.items():
                 if len(spec.shape) == 2:
-                    sums.parts[key] = [places[STATISTICS][key]]
+                    sums.parts[key] = [stored_in[STATISTICS][key]]
                 else:
                     sums.small[key] = rest.read_float(key)
             shared = {
@@ -489,10 +490,10 @@ class InputStatistics:
             }
             for name in evidence.names - shared.keys():
                 if f"{name}.{COUNTS}" not in sums:
-                    sums.parts[f"{name}.{INPUTS}"] = [places[EVIDENCE][f"{name}{HESSIAN}"]]
+                    sums.parts[f"{name}.{INPUTS}"] = [stored_in[EVIDENCE][f"{name}{HESSIAN}"]]
             for name in evidence.names:
                 if evidence.has_outputs(name):
-                    sums.parts[f"{name}.{BETWEEN}"] = [places[EVIDENCE][f"{name}{OUTPUTS}"]]
+                    sums.parts[f"{name}.{BETWEEN}"] = [stored_in[EVIDENCE][f"{name}{OUTPUTS}"]]
         return cls(sums, shared, int(facts["tokens"]), int(facts["gradient_tokens"]), int(facts["windows"]))
 
 
@@ -585,7 +586,7 @@ class _Passes:
             for index in range(len(runner.blocks)):
                 self._write_states(index, states[: len(with_gradients)])
                 with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
-                    states = [runner.run_block(index, each) for each in states]
+                    states = [runner.run_block(index, state) for state in states]
                 self._complete_experts(self._slices(index))
                 self._routed.clear()
                 self._flush()
@@ -604,16 +605,16 @@ class _Passes:
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
         """Norm and head, and the gradients of the loss by the last states."""
-        found, at = [], self._first
-        whole = not self._runner.blocks
-        for each in states:
+        gradients_of_states, at = [], self._first
+        blockless = not self._runner.blocks
+        for state in states:
             gradients = []
-            for row in range(len(each.ids)):  # a window or less at a time: logits of a large vocabulary are large
+            for row in range(len(state.ids)):  # a window or less at a time: logits of a large vocabulary are large
                 hidden, watched = None, at - self._first < self._watched
-                if each.hidden is not None:
-                    hidden = each.hidden[row : row + 1].detach().requires_grad_(watched)
-                window = TokenStates(each.ids[row : row + 1], hidden)
-                hooks = {"inputs": True, "gradients": watched, "counts": whole, "lookups": whole and watched}
+                if state.hidden is not None:
+                    hidden = state.hidden[row : row + 1].detach().requires_grad_(watched)
+                window = TokenStates(state.ids[row : row + 1], hidden)
+                hooks = {"inputs": True, "gradients": watched, "counts": blockless, "lookups": blockless and watched}
                 draws = torch.Generator(self._runner.device).manual_seed(SEED + at)
                 with self._runner.outside(), torch.set_grad_enabled(watched), self._hooks(None, **hooks):
                     for piece in window.pieces(max(1, LOGITS_AT_ONCE // self._runner.vocabulary)):
@@ -625,8 +626,8 @@ class _Passes:
                 if hidden is not None and hidden.grad is not None:
                     gradients.append(hidden.grad)
             if gradients:
-                found.append(torch.cat(gradients))
-        return found
+                gradients_of_states.append(torch.cat(gradients))
+        return gradients_of_states
 
     def _back(self, batches: Sequence[Tensor], states: Sequence[TokenStates], gradients: list[Tensor]) -> None:
         """Each block once more, from the last to the first, with the gradient of what it gave."""
@@ -635,9 +636,9 @@ class _Passes:
             with torch.enable_grad(), runner.block_weights(index), self._hooks(index, gradients=True):
                 for at, hidden in enumerate(self._read_states(index)):
                     hidden.requires_grad_()
-                    given = runner.run_block(index, replace(states[at], hidden=hidden)).hidden
-                    assert given is not None
-                    torch.autograd.backward(given, gradients[at])
+                    output = runner.run_block(index, replace(states[at], hidden=hidden)).hidden
+                    assert output is not None
+                    torch.autograd.backward(output, gradients[at])
                     assert hidden.grad is not None
                     gradients[at] = hidden.grad
             tokens = sum(map(len, self._windows[: self._watched]))
@@ -656,13 +657,13 @@ class _Passes:
     def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
         """What a block got, to a file: of all blocks together it is far more than one block."""
         if states:
-            hidden = {str(at): _hidden(each) for at, each in enumerate(states)}
+            hidden = {str(at): _hidden(state) for at, state in enumerate(states)}
             self._states[block] = list(self._writer.write(self._scratch / f"states-{block}", hidden).values())
 
     def _read_states(self, block: int) -> Iterator[Tensor]:
         stored = self._states.pop(block)
-        for each in stored:
-            yield each.read().to(self._runner.device)
+        for stored_state in stored:
+            yield stored_state.read().to(self._runner.device)
         stored[0].path.unlink()
 
     def _gradient(self, logits: Tensor, draws: torch.Generator) -> Tensor:
@@ -675,11 +676,11 @@ class _Passes:
     def _require_finite(self, logits: Tensor, window: int) -> None:
         if not bool(torch.stack(torch.aminmax(logits)).isfinite().all()):  # of NaN it gives NaN
             broken = self._subject.not_finite()
-            found = (
+            cause = (
                 f"its weights have some in {listed(broken, 4)}" if broken else "its weights are finite, it overflows"
             )
             raise SearchError(
-                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text: {found}; "
+                f"{self._subject.where}: the model gives NaN or infinity in window {window} of the text: {cause}; "
                 "give a model that gives finite numbers"
             )
 
@@ -696,7 +697,7 @@ class _Passes:
         lookups: bool = False,
     ) -> Iterator[None]:
         """Watch the layers of one block, or with None those outside of all blocks."""
-        inside = {id(module): at for at, each in enumerate(self._runner.blocks) for module in each.modules()}
+        inside = {id(module): at for at, block in enumerate(self._runner.blocks) for module in block.modules()}
         handles = []
         try:
             if lookups:
@@ -728,18 +729,18 @@ class _Passes:
             yield
             return
         model = self._runner.model
-        modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in {each.stack for each in slices}}
+        modules = {name: model.get_submodule(name.rpartition(".")[0]) for name in {expert.stack for expert in slices}}
         stacks = {name: module.get_parameter(name.rpartition(".")[2]) for name, module in modules.items()}
 
         by_expert = _by_expert(slices)
 
         def on_product(stack: str, expert: int, x: Tensor, output: Tensor) -> None:
-            own = by_expert.get((stack, expert), [])
+            expert_slices = by_expert.get((stack, expert), [])
             self._routed.add(stack, expert, len(x))
-            if inputs and own:
-                self._add_squares(f"{own[0].name}.{INPUTS}", x)
+            if inputs and expert_slices:
+                self._add_squares(f"{expert_slices[0].name}.{INPUTS}", x)
             if gradients and output.requires_grad:
-                output.register_hook(lambda gradient: self._add_gradients(own, gradient))
+                output.register_hook(lambda gradient: self._add_gradients(expert_slices, gradient))
 
         with one_by_one(list(modules.values())), WatchedProducts(stacks, on_product):
             yield
@@ -747,19 +748,19 @@ class _Passes:
     def _complete_experts(self, slices: Sequence[ExpertSlice]) -> None:
         """Whose inputs each expert of a block has: its own, which gate and up share, or those of all that got none."""
         experts = _by_expert(slices).values()
-        owners = [own[0] for own in experts]
+        owners = [expert_slices[0] for expert_slices in experts]
         self._require_products(owners)
         self._routed.complete_inputs(owners, self._sums, INPUTS)
         for first, *others in experts:
             inputs = f"{first.name}.{INPUTS}"
             is_seen = inputs in self._sums or inputs in self._into.sums
             owner = first.name if is_seen else unseen_name(first.stack)
-            self._shared |= {each.name: owner for each in ([] if is_seen else [first]) + others}
+            self._shared |= {expert.name: owner for expert in ([] if is_seen else [first]) + others}
 
     def _require_products(self, owners: Sequence[ExpertSlice]) -> None:
         """Experts that are multiplied in a way that nobody watches would be taken to do no damage."""
-        seen = {each.stack for each in owners if f"{each.name}.{INPUTS}" in self._sums}
-        unseen = [each for each in owners if each.stack not in seen]
+        stacks_with_sums = {owner.stack for owner in owners if f"{owner.name}.{INPUTS}" in self._sums}
+        unseen = [owner for owner in owners if owner.stack not in stacks_with_sums]
         if unseen:
             raise SearchError(
                 f"{self._subject.where}: {unseen[0].stack}: no product with an expert of it was seen, so nothing is "
@@ -769,8 +770,8 @@ class _Passes:
 
     def _add_gradients(self, slices: Sequence[ExpertSlice], gradient: Tensor) -> None:
         squares = gradient.detach().float().square().sum(0)
-        for each in slices:
-            self._add(f"{each.name}.{GRADIENT}", squares[each.rows].clone())
+        for expert in slices:
+            self._add(f"{expert.name}.{GRADIENT}", squares[expert.rows].clone())
 
     def _linear(self, name: str, inputs: bool, gradients: bool) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(_module: nn.Module, args: Any, output: Tensor) -> None:
@@ -789,8 +790,8 @@ class _Passes:
     def _embedding(self, name: str, counts: bool, lookups: bool) -> Callable[[nn.Module, Any, Tensor], None]:
         def hook(module: Any, args: Any, output: Tensor) -> None:
             if counts:
-                seen = torch.bincount(args[0].reshape(-1), minlength=module.num_embeddings)
-                self._add(f"{name}.{COUNTS}", seen.float())
+                token_counts = torch.bincount(args[0].reshape(-1), minlength=module.num_embeddings)
+                self._add(f"{name}.{COUNTS}", token_counts.float())
             if lookups:
                 self._watch(output, f"{name}.{LOOKUP}")
 
@@ -806,8 +807,8 @@ class _Passes:
             squares = gradient.detach().reshape(-1, gradient.shape[-1]).float().square()
             self._add(key, squares.sum(0))
             if inputs is not None:
-                own = inputs.detach().reshape(-1, inputs.shape[-1]).float()
-                self._add(f"{key.rpartition('.')[0]}.{WEIGHED}", squares.sum(1) @ own.square())
+                input_rows = inputs.detach().reshape(-1, inputs.shape[-1]).float()
+                self._add(f"{key.rpartition('.')[0]}.{WEIGHED}", squares.sum(1) @ input_rows.square())
 
         if output.requires_grad:
             output.register_hook(hook)
@@ -843,8 +844,8 @@ def draw_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
     run = torch.searchsorted(sums, drawn, right=True).clamp(max=sums.shape[1] - 1)
     before = torch.nn.functional.pad(sums, (1, 0)).gather(1, run)
     inside = runs.gather(1, run.unsqueeze(-1).expand(-1, -1, RUN)).squeeze(1).double().cumsum(-1)
-    place = torch.searchsorted(inside, drawn - before, right=True).clamp(max=RUN - 1)
-    return (run * RUN + place).clamp(max=count - 1)
+    position_in_run = torch.searchsorted(inside, drawn - before, right=True).clamp(max=RUN - 1)
+    return (run * RUN + position_in_run).clamp(max=count - 1)
 
 
 def add_upper_products(into: Tensor, rows: Tensor) -> None:
@@ -868,19 +869,19 @@ def _strips(square: Tensor) -> list[slice]:
 
 def _experts_by_block(subject: SearchSubject) -> dict[int, list[ExpertSlice]]:
     slices = [site.slice for site in subject.sites.values() if site.slice is not None]
-    block = {stack: subject.runner.first_block([stack]) for stack in {each.stack for each in slices}}
-    found: dict[int, list[ExpertSlice]] = {}
-    for each in slices:
-        found.setdefault(block[each.stack], []).append(each)
-    return found
+    block = {stack: subject.runner.first_block([stack]) for stack in {expert.stack for expert in slices}}
+    slices_of_block: dict[int, list[ExpertSlice]] = {}
+    for expert in slices:
+        slices_of_block.setdefault(block[expert.stack], []).append(expert)
+    return slices_of_block
 
 
 def _by_expert(slices: Sequence[ExpertSlice]) -> dict[tuple[str, int], list[ExpertSlice]]:
     """The weights of each expert that read one input."""
-    found: dict[tuple[str, int], list[ExpertSlice]] = {}
-    for each in slices:
-        found.setdefault((each.stack, each.expert), []).append(each)
-    return found
+    slices_of_expert: dict[tuple[str, int], list[ExpertSlice]] = {}
+    for expert in slices:
+        slices_of_expert.setdefault((expert.stack, expert.expert), []).append(expert)
+    return slices_of_expert
 
 
 def _hidden(states: TokenStates) -> Tensor:
@@ -891,13 +892,13 @@ def _hidden(states: TokenStates) -> Tensor:
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     """No gradients by weights."""
-    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(False)
         yield
     finally:
-        for parameter in wanted:
+        for parameter in trainable:
             parameter.requires_grad_(True)
 
 

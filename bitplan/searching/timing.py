@@ -56,7 +56,7 @@ def experts_of_stacks(
         site = subject.sites[name]
         if site.slice is not None:
             stacks.setdefault(site.slice.stack, []).append(name)
-    found: list[tuple[tuple[int, ...], Callable[[], Tensor]]] = []
+    shapes_and_numbers: list[tuple[tuple[int, ...], Callable[[], Tensor]]] = []
     for names in stacks.values():
         rows: dict[int, list[str]] = {}
         for name in names:
@@ -67,8 +67,8 @@ def experts_of_stacks(
             sum(subject.sites[name].shape[0] for name in next(iter(rows.values()))),
             subject.sites[names[0]].shape[1],
         )
-        found.append(((len(rows), outputs, inputs), partial(_numbers, subject, list(rows.values()))))
-    return found
+        shapes_and_numbers.append(((len(rows), outputs, inputs), partial(_numbers, subject, list(rows.values()))))
+    return shapes_and_numbers
 
 
 def _numbers(subject: SearchSubject, experts: Sequence[Sequence[str]]) -> Tensor:
@@ -163,17 +163,17 @@ def time_groups(
     products_of = {name: _products(subject, evidence.groups[name]) for name in missing_of}
     if subject.device.type == "cuda":
         compile_first(subject, [(shape, missing_of[name]) for name in missing_of for shape in products_of[name]], rows)
-    for name, wanted in missing_of.items():
+    for name, group_formats in missing_of.items():
         group, products = evidence.groups[name], products_of[name]
-        for shape, own in products.items():
-            known, before = by_shape.setdefault(shape, {}), tried.setdefault(shape, set())
-            missing = [fmt for fmt in wanted if fmt not in before]
-            if missing or REFERENCE not in known:
-                known |= _time_shape(subject, own[0](), missing, rows)
+        for shape, weights in products.items():
+            times_of_shape, before = by_shape.setdefault(shape, {}), tried.setdefault(shape, set())
+            missing = [fmt for fmt in group_formats if fmt not in before]
+            if missing or REFERENCE not in times_of_shape:
+                times_of_shape |= _time_shape(subject, weights[0](), missing, rows)
                 before |= set(missing)
-        shapes = [shape for shape, own in products.items() for _ in own]
+        shapes = [shape for shape, weights in products.items() for _ in weights]
         group.reference_us = {**group.reference_us, rows: sum(by_shape[shape][REFERENCE] for shape in shapes)}
-        for fmt in wanted:
+        for fmt in group_formats:
             times = [by_shape[shape].get(fmt) for shape in shapes]
             if None not in times:
                 total = sum(time for time in times if time is not None)
@@ -186,20 +186,23 @@ def _products(subject: SearchSubject, group: TensorGroup) -> dict[tuple[int, ...
     """Products with the tensors of a group, by shape, each with what gives its numbers."""
     tensors = subject.tensors
     weights = [weight for tensor in group.tensors for weight in tensors[tensor].weights]
-    found: dict[tuple[int, ...], list[Callable[[], Tensor]]] = {}
-    for each in (each for each in weights if subject.sites[each].linears):
-        found.setdefault(subject.sites[each].shape, []).append(partial(subject.weight, each))
+    numbers_by_shape: dict[tuple[int, ...], list[Callable[[], Tensor]]] = {}
+    for name in (name for name in weights if subject.sites[name].linears):
+        numbers_by_shape.setdefault(subject.sites[name].shape, []).append(partial(subject.weight, name))
     for shape, numbers in experts_of_stacks(subject, weights):
-        found.setdefault(shape, []).append(numbers)
-    return found
+        numbers_by_shape.setdefault(shape, []).append(numbers)
+    return numbers_by_shape
 
 
-def compile_first(subject: SearchSubject, wanted: Iterable[tuple[tuple[int, ...], Sequence[str]]], rows: int) -> None:
+def compile_first(
+    subject: SearchSubject, wanted_formats: Iterable[tuple[tuple[int, ...], Sequence[str]]], rows: int
+) -> None:
     """Compile kernels of many shapes and formats side by side: one after the other, as they are timed, takes minutes.
 
     What does not compile fails once more when it is timed, and says why there.
     """
-    formats = ((shape, weight_format(name)) for shape, own in wanted for name in own)  # kernels are the same ones
+    # Kernels of rounded inputs are those of the weight's format.
+    formats = ((shape, weight_format(name)) for shape, names in wanted_formats for name in names)
     pairs = list(dict.fromkeys((shape, fmt) for shape, fmt in formats if not get_format(fmt).is_cast))
     while pairs:
         count = max(1, sum(total <= COMPILED_AT_ONCE for total in accumulate(math.prod(shape) for shape, _ in pairs)))
@@ -243,7 +246,7 @@ def _time_shape(subject: SearchSubject, weight: Tensor, formats: Sequence[str], 
 def _best_times(arms: Mapping[str, Arm], device: torch.device) -> Times:
     with torch.no_grad():
         timed = time_in_turns(arms, stopwatch_of(device), turns=TURNS, warmup=WARMUP)
-    return {name: 1000 * min(each.samples_ms) for name, each in timed.items() if each.status == OK}
+    return {name: 1000 * min(timing.samples_ms) for name, timing in timed.items() if timing.status == OK}
 
 
 def _cast_arm(x: Tensor, weight: Tensor) -> Arm:
@@ -290,20 +293,20 @@ def time_block(subject: SearchSubject, formats: Mapping[str, str], rows: int) ->
         with runner.outside():
             states = runner.enter(torch.zeros(1, rows, dtype=torch.int64))
         call = states.calls[index]
-        given = _in_bf16((states.hidden, call.args, dict(call.kwargs)))
+        block_inputs = _in_bf16((states.hidden, call.args, dict(call.kwargs)))
         with runner.block_weights(index):
             plain = copy.deepcopy(runner.blocks[index]).to(torch.bfloat16)
             packed = copy.deepcopy(plain)
         local = {runner.name_in_block(index, subject.names[name]): candidate for name, candidate in formats.items()}
-        apply_plan(packed, {name: weight_format(each) for name, each in local.items() if name}, match="common")
-        round_inputs(packed, {name: rounded for name, each in local.items() if name and (rounded := input_of(each))})
-        hidden, args, kwargs = given
+        apply_plan(packed, {name: weight_format(fmt) for name, fmt in local.items() if name}, match="common")
+        round_inputs(packed, {name: rounded for name, fmt in local.items() if name and (rounded := input_of(fmt))})
+        hidden, args, kwargs = block_inputs
         arms: dict[str, Arm] = {
             REFERENCE: lambda: lambda: plain(hidden, *args, **kwargs),
             "plan": lambda: lambda: packed(hidden, *args, **kwargs),
         }
         timed = time_in_turns(arms, stopwatch_of(runner.device), turns=2 * TURNS, warmup=WARMUP)
-    best = {name: 1000 * min(each.samples_ms) for name, each in timed.items() if each.status == OK}
+    best = {name: 1000 * min(timing.samples_ms) for name, timing in timed.items() if timing.status == OK}
     if len(best) < len(arms):
         failed = next(name for name in arms if name not in best)
         raise SearchError(f"{subject.where}: block {index} cannot be timed: {failed} does not run at {rows} rows")
@@ -315,7 +318,7 @@ def _in_bf16(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(torch.bfloat16) if value.is_floating_point() else value
     if isinstance(value, dict):
-        return {key: _in_bf16(each) for key, each in value.items()}
+        return {key: _in_bf16(item) for key, item in value.items()}
     if type(value) in (tuple, list):
-        return type(value)(_in_bf16(each) for each in value)
+        return type(value)(_in_bf16(item) for item in value)
     return value

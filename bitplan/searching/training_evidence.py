@@ -43,19 +43,19 @@ def weigh_by_gradients(
     evidence: SearchEvidence, subject: SearchSubject, statistics: InputStatistics, norms: Mapping[str, float]
 ) -> None:
     """Give every group the weight that the norms of its block's gradient give it."""
-    own: dict[str, float] = dict.fromkeys(norms, 0.0)
+    squared_gradients: dict[str, float] = dict.fromkeys(norms, 0.0)
     units = {name: _unit_of(subject.names[name], norms) for name in subject.sites}
     for name, unit in units.items():
         if unit is not None:
-            own[unit] += _squared_gradient(statistics, name)
-    known = {unit: (norms[unit] ** 2, own[unit]) for unit in norms if own[unit] > 0}
-    if not known:
+            squared_gradients[unit] += _squared_gradient(statistics, name)
+    both_squares = {unit: (norms[unit] ** 2, squared_gradients[unit]) for unit in norms if squared_gradients[unit] > 0}
+    if not both_squares:
         raise EvidenceFileError("the gradients are of no layer that is searched", settings={"keep": None, "only": None})
-    theirs, ours = (math.fsum(pair[at] for pair in known.values()) for at in (0, 1))
-    weights = {unit: (seen / theirs) / (mine / ours) for unit, (seen, mine) in known.items()}
+    theirs, ours = (math.fsum(pair[at] for pair in both_squares.values()) for at in (0, 1))
+    weights = {unit: (in_training / theirs) / (mine / ours) for unit, (in_training, mine) in both_squares.items()}
     for name, group in evidence.groups.items():
-        found = [weights[unit] for tensor in group.tensors if (unit := units[tensor]) in weights]
-        evidence.groups[name] = replace(group, weight=math.fsum(found) / len(found) if found else 1.0)
+        of_group = [weights[unit] for tensor in group.tensors if (unit := units[tensor]) in weights]
+        evidence.groups[name] = replace(group, weight=math.fsum(of_group) / len(of_group) if of_group else 1.0)
 
 
 def read_gradients(path: str | Path, subject: SearchSubject) -> dict[str, float]:
@@ -69,21 +69,22 @@ def read_gradients(path: str | Path, subject: SearchSubject) -> dict[str, float]
         reader.fail("layout", OBJECT.text, inner.get("layout"))
     layout: dict[str, Any] = inner["layout"]
     shapes = {ours: tuple(subject.model.get_parameter(ours).shape) for ours in subject.names.values()}
-    for unit, held in layout.items():
-        _require_unit(reader, unit, str(held), shapes)
+    for unit, unit_layout in layout.items():
+        _require_unit(reader, unit, str(unit_layout), shapes)
     stats = average_stats(read_history(reader, inner.get("state"), layout))
     if not stats:
         reader.stop("it has no gradients yet; save it after some steps of training")
     return {name: row.l2_norm for name, row in stats.items()}
 
 
-def _require_unit(reader: Reader, unit: str, held: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    found = [shape for name, shape in shapes.items() if len(shape) > 1 and name.startswith(f"{unit}.")]
-    here = f"{len(found)} parameters, {sum(map(math.prod, found))} numbers"
-    there = _SIZES.match(held)
-    if there is None or there[0] != here:
+def _require_unit(reader: Reader, unit: str, saved: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    unit_shapes = [shape for name, shape in shapes.items() if len(shape) > 1 and name.startswith(f"{unit}.")]
+    searched = f"{len(unit_shapes)} parameters, {sum(map(math.prod, unit_shapes))} numbers"
+    match = _SIZES.match(saved)
+    if match is None or match[0] != searched:
         reader.stop(
-            f"gradients of another model: {unit[:80]!r} has {held[:60]} there, and {here} in the model that is searched"
+            f"gradients of another model: {unit[:80]!r} has {saved[:60]} there, and {searched} in the model that is "
+            "searched"
         )
 
 
@@ -107,14 +108,18 @@ def read_speeds(path: str | Path, subject: SearchSubject, rows: int) -> dict[str
     if policy.version == 1:
         raise EvidenceFileError(f"{path}: a policy of version 1 knows no shapes; make one of version 2 of the report")
     shapes = _product_shapes(subject)
-    asked = {shape for each in shapes.values() for shape in each}
-    known = {rule.shape for rule in policy.rules if rule.gemm == MODULE}
-    if not asked & known:
-        theirs, ours = (", ".join(f"{shape[0]}x{shape[1]}" for shape in sorted(each)[:4]) for each in (known, asked))
+    asked = {shape for group in shapes.values() for shape in group}
+    in_policy = {rule.shape for rule in policy.rules if rule.gemm == MODULE}
+    if not asked & in_policy:
+        theirs, ours = (
+            ", ".join(f"{shape[0]}x{shape[1]}" for shape in sorted(group)[:4]) for group in (in_policy, asked)
+        )
         raise EvidenceFileError(
             f"{path}: a policy of another model: it has {theirs or 'nothing'}, and the model {ours}"
         )
-    return {name: max((_speedup(policy, shape, rows) for shape in each), default=1.0) for name, each in shapes.items()}
+    return {
+        name: max((_speedup(policy, shape, rows) for shape in group), default=1.0) for name, group in shapes.items()
+    }
 
 
 def time_by_policy(evidence: SearchEvidence, subject: SearchSubject, speeds: Mapping[str, float], rows: int) -> None:
@@ -129,7 +134,7 @@ def time_by_policy(evidence: SearchEvidence, subject: SearchSubject, speeds: Map
 
 def _speedup(policy: Policy, shape: tuple[int, int], rows: int) -> float:
     """The speedup of a whole layer in FP8 where it was measured to win, else 1: it runs in BF16."""
-    found = [1.0]
+    speedups = [1.0]
     for rule in policy.rules:
         if rule.gemm == MODULE and rule.shape == shape and rule.name is not None:
             size = rule.tp or 1
@@ -137,8 +142,8 @@ def _speedup(policy: Policy, shape: tuple[int, int], rows: int) -> float:
                 rule.kind, rows, rule.name, size, shape=shape, recipe=rule.recipe, gemm=MODULE, part=rule.part
             )
             decision = decide(policy, question)
-            found += [decision.speedup or 1.0] if decision else []
-    return max(found)
+            speedups += [decision.speedup or 1.0] if decision else []
+    return max(speedups)
 
 
 def _product_shapes(subject: SearchSubject) -> dict[str, list[tuple[int, int]]]:
@@ -151,10 +156,10 @@ def _product_shapes(subject: SearchSubject) -> dict[str, list[tuple[int, int]]]:
     joined: dict[tuple[str, int], int] = {}  # rows of all layers of a module that have so many columns
     for name, shapes in matrices.items():
         for rows, columns in shapes:
-            place = name.rpartition(".")[0], columns
-            joined[place] = joined.get(place, 0) + rows
-    found: dict[str, list[tuple[int, int]]] = {}
+            joined_key = name.rpartition(".")[0], columns
+            joined[joined_key] = joined.get(joined_key, 0) + rows
+    shapes_of: dict[str, list[tuple[int, int]]] = {}
     for name, shapes in matrices.items():
-        own = [(sum(rows for rows, _ in shapes), shapes[0][1])] if shapes else []
-        found[name] = own + [(joined[name.rpartition(".")[0], columns], columns) for _, columns in own]
-    return found
+        first = [(sum(rows for rows, _ in shapes), shapes[0][1])] if shapes else []
+        shapes_of[name] = first + [(joined[name.rpartition(".")[0], columns], columns) for _, columns in first]
+    return shapes_of

@@ -80,22 +80,22 @@ def with_workspace(joint: SearchEvidence, probe: MemoryProbe) -> SearchEvidence:
         return joint
     tables, lookups = _tables(joint), _lookups(joint)
     layers = [_at_once(group) for name, group in joint.groups.items() if name not in tables and is_weight(group)]
-    known = {fmt: tuple(pair) for fmt, pair in probe.decoded.items()}
-    counted = known[WIDE][0] + max(layers, default=0) * known[WIDE][1]
+    decoded_bytes = {fmt: tuple(pair) for fmt, pair in probe.decoded.items()}
+    counted = decoded_bytes[WIDE][0] + max(layers, default=0) * decoded_bytes[WIDE][1]
     groups = {}
     for name, group in joint.groups.items():
         shapes = [shape for shape, _ in group.tensors.values()]
         formats = {}
         for fmt, cost in group.formats.items():
             stored = weight_format(fmt)
-            any_weight, each = known.get(stored, (0.0, 0.0))
-            more = any_weight + _at_once(group) * each
+            any_weight, per_number = decoded_bytes.get(stored, (0.0, 0.0))
+            more = any_weight + _at_once(group) * per_number
             if name in tables:
                 is_fused = probe.batch <= FEW_ROWS and scale_bytes(stored, shapes, on_gpu=True) > 0
                 more = 0.0 if is_fused or name in lookups else probe.floor + more - probe.nbytes
             elif is_weight(group):
                 more -= counted
-            formats[fmt] = replace(cost, workspace=max(0, int(more)) if stored in known else 0)
+            formats[fmt] = replace(cost, workspace=max(0, int(more)) if stored in decoded_bytes else 0)
         groups[name] = replace(group, formats=formats)
     return replace(joint, groups=groups)
 
@@ -124,12 +124,12 @@ def with_places(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories) -> 
         for fmt, cost in group.formats.items():
             stored = weight_format(fmt)
             scales = scale_bytes(stored, shapes, on_gpu=goal.on_gpu) if is_weight(group) else 0
-            held = cost.nbytes - scales  # what the file has of it: `joint_evidence` counts scales twice
+            file_bytes = cost.nbytes - scales  # what the file has of it: `joint_evidence` counts scales twice
             read = 0.0 if name in lookups or not is_weight(group) else share
-            formats[fmt] = replace(cost, us={goal.batch: read * held / times.gpu_rate})
+            formats[fmt] = replace(cost, us={goal.batch: read * file_bytes / times.gpu_rate})
             if is_weight(group) and not get_format(stored).is_cast:
-                us = read and times.crossing + read * (held - scales) / times.bus_rate
-                formats[in_host(fmt)] = replace(cost, nbytes=scales, host=held, us={goal.batch: us})
+                us = read and times.crossing + read * (file_bytes - scales) / times.bus_rate
+                formats[in_host(fmt)] = replace(cost, nbytes=scales, host=file_bytes, us={goal.batch: us})
         groups[name] = replace(group, formats=formats, reference_us={goal.batch: 0.0})
     return replace(joint, groups=groups)
 
@@ -155,14 +155,14 @@ def place_goal(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, of_b
     """What the solver is asked for, with the time that products may take."""
     within = replace(of_bytes, host=goal.ram, rows=goal.batch)
     if goal.ms is not None:
-        left = 1e3 * goal.ms - times.rest
-        if left <= 0 or 1e3 * goal.ms < times.launch:
+        weights_us = 1e3 * goal.ms - times.rest
+        if weights_us <= 0 or 1e3 * goal.ms < times.launch:
             least = max(times.rest, times.launch) / 1e3
             raise GoalError(
                 f"a token takes {least:.2f} ms beside products with weights, and {goal.ms:g} are allowed",
                 settings={"ms": f"{1.2 * least:.1f}"},
             )
-        return replace(within, us=left)
+        return replace(within, us=weights_us)
     usual = min(uniform_formats(joint), key=lambda fmt: (abs(bits_of(fmt) - USUAL_BITS), fmt))
     split = best_split(joint, usual, within)
     full = goal.memory / times.gpu_rate  # a smaller format's time would leave room on the GPU
@@ -172,15 +172,15 @@ def place_goal(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, of_b
 def uniform_formats(joint: SearchEvidence) -> list[str]:
     """Formats that most weights can have in either memory."""
     total = sum(group.numbers for group in joint.groups.values())
-    held = {
+    numbers_of = {
         fmt: sum(group.numbers for group in joint.groups.values() if in_host(fmt) in group.formats)
         for fmt in joint.formats
         if input_of(fmt) is None
     }
-    found = [fmt for fmt, numbers in held.items() if 2 * numbers > total]
-    if not found:
+    common = [fmt for fmt, numbers in numbers_of.items() if 2 * numbers > total]
+    if not common:
         raise GoalError("no format is packed for most weights: nothing could lie in the host's memory")
-    return found
+    return common
 
 
 def best_split(joint: SearchEvidence, fmt: str, within: Goal) -> Solution:
@@ -191,13 +191,13 @@ def best_split(joint: SearchEvidence, fmt: str, within: Goal) -> Solution:
     order, stay = joint.formats, {}
     in_kv = [name for name, group in joint.groups.items() if all(role == "kv" for _, role in group.tensors.values())]
     for name, group in joint.groups.items():
-        larger = [each for each in order[order.index(fmt) :] if each in group.formats and input_of(each) is None]
-        stay[name] = larger[0] if larger else max(group.formats, key=lambda each: group.formats[each].nbytes)
+        larger = [name for name in order[order.index(fmt) :] if name in group.formats and input_of(name) is None]
+        stay[name] = larger[0] if larger else max(group.formats, key=lambda name: group.formats[name].nbytes)
     first = joint.groups[in_kv[0]] if in_kv else TensorGroup({})
-    *better, last = sorted(first.formats, key=lambda each: (first.nats(each), -first.formats[each].nbytes)) or [""]
-    for kept in better:
+    *better, last = sorted(first.formats, key=lambda name: (first.nats(name), -first.formats[name].nbytes)) or [""]
+    for kv_format in better:
         with suppress(GoalError):
-            return _split(joint, stay | dict.fromkeys(in_kv, kept), within)
+            return _split(joint, stay | dict.fromkeys(in_kv, kv_format), within)
     return _split(joint, stay | dict.fromkeys(in_kv, last), within)
 
 
@@ -207,15 +207,15 @@ def _split(joint: SearchEvidence, stay: Mapping[str, str], within: Goal) -> Solu
     numpy = require("numpy", purpose="searching a plan")
     alike: dict[tuple[float, ...], list[str]] = {}
     for name, fmt in stay.items():
-        here, there = joint.groups[name].formats[fmt], joint.groups[name].formats.get(in_host(fmt))
-        if there is not None:
-            more = there.us[within.rows] - here.us[within.rows]
-            alike.setdefault((here.nbytes - there.nbytes, there.host, more), []).append(name)
+        on_gpu, on_host = joint.groups[name].formats[fmt], joint.groups[name].formats.get(in_host(fmt))
+        if on_host is not None:
+            more = on_host.us[within.rows] - on_gpu.us[within.rows]
+            alike.setdefault((on_gpu.nbytes - on_host.nbytes, on_host.host, more), []).append(name)
     over = joint.nbytes(stay) - within.most_bytes(joint.numbers)  # type: ignore[operator]
     choice = dict(stay)
     if over > 0:
         saved, host, more_us = (numpy.array(column, dtype=float) for column in zip(*alike, strict=True))
-        found = optimize.milp(
+        solution = optimize.milp(
             more_us / max(more_us.max(), 1e-9),
             integrality=numpy.ones(len(alike)),
             bounds=optimize.Bounds(0, [len(names) for names in alike.values()]),
@@ -225,9 +225,9 @@ def _split(joint: SearchEvidence, stay: Mapping[str, str], within: Goal) -> Solu
             ],
             options={"mip_rel_gap": SPLIT_GAP, "node_limit": MOST_NODES},
         )
-        if found.x is None:
+        if solution.x is None:
             raise GoalError(f"{joint.model}: {stay[next(iter(stay))]} for all is too large for both memories")
-        for names, count in zip(alike.values(), found.x, strict=True):
+        for names, count in zip(alike.values(), solution.x, strict=True):
             choice |= {name: in_host(stay[name]) for name in names[: round(count)]}
     us = joint.microseconds(choice, within.rows)
     return Solution(choice, joint.predict(choice), joint.nbytes(choice), us, us or 0.0, SPLIT_GAP)
@@ -240,12 +240,12 @@ def crossing_first(joint: SearchEvidence, choice: Mapping[str, str]) -> dict[str
         group = joint.groups[name]
         shapes = tuple(sorted(shape for shape, _ in group.tensors.values()))
         alike.setdefault((place_of(name)[1], shapes, fmt.removesuffix("@host")), []).append(name)
-    found = dict(choice)
+    placed = dict(choice)
     for (*_, fmt), names in alike.items():
         ordered = sorted(names, key=_layer)
         count = sum(is_in_host(choice[name]) for name in names)
-        found |= {name: in_host(fmt) if at < count else fmt for at, name in enumerate(ordered)}
-    return found
+        placed |= {name: in_host(fmt) if at < count else fmt for at, name in enumerate(ordered)}
+    return placed
 
 
 def _layer(name: str) -> int:

@@ -80,8 +80,8 @@ def verify_model(
         return Verification([Finding("bytes", target.name, f"cannot be read: {error}")])
     if certificate is None:
         if source is None:
-            held = ["it has no certificate: another program wrote it, or an earlier bitplan"]
-            return Verification(held=held, has_weights=not target.is_dir() or search_folder(target) is None)
+            doubts = ["it has no certificate: another program wrote it, or an earlier bitplan"]
+            return Verification(held=doubts, has_weights=not target.is_dir() or search_folder(target) is None)
         raise SearchError(f"{path}: has no certificate to hold against {source}; `bitplan quantize` writes one")
     holder = target / EVIDENCE_FILE if target.is_dir() else parts[0]
     if not is_sealed(holder, certificate):
@@ -129,8 +129,8 @@ def _verify_plan(result: Verification, target: Path, certificate: Mapping[str, A
         result.held.append("the plan is the one that was certified; no search proved it")
         return
     evidence = SearchEvidence.from_document(document, where=f"{target}: evidence of its certificate")
-    given = dict(search["goal"])
-    goal = Goal(nbytes=given.pop("bytes", None), **given)
+    settings = dict(search["goal"])
+    goal = Goal(nbytes=settings.pop("bytes", None), **settings)
     choice = plan_for(evidence, goal)
     if not has_formats_of(plan, explain_plan(evidence, choice)):
         result.findings.append(Finding("plan", where, f"its evidence gives another plan for {goal}; search again"))

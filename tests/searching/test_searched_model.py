@@ -13,7 +13,9 @@ def grouped(model: nn.Module) -> list[list[str]]:
     names = {name: name for name, _ in model.named_parameters() if name.endswith(".weight")}
     view = describe(model)
     projections = [name for name in names if view.uses(name)]
-    return [group for group in group_tensors(projections, seen=groups_seen(view, names)).values() if len(group) > 1]
+    return [
+        group for group in group_tensors(projections, joined_names=groups_seen(view, names)).values() if len(group) > 1
+    ]
 
 
 def test_projections_of_one_input_are_a_group_whatever_they_are_called() -> None:
