@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -186,3 +188,21 @@ def train_steps(
         if stream is not None:
             stream.end_step()
     return seen
+
+
+def bytes_of(*roots: Any) -> int:
+    """The bytes of all tensors that can be reached from these objects, but not through modules of Python."""
+    seen: set[int] = set()
+    storages: dict[int, int] = {}
+    waiting = list(roots)
+    while waiting:
+        one = waiting.pop()
+        if id(one) in seen or isinstance(one, type | types.ModuleType | types.FunctionType | types.FrameType):
+            continue
+        seen.add(id(one))
+        if isinstance(one, Tensor):
+            storage = one.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+        waiting += gc.get_referents(one)
+        waiting += list(vars(one).values()) if hasattr(one, "__dict__") else []
+    return sum(storages.values())

@@ -166,14 +166,18 @@ class Processes:
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Make each tensor (contiguous, alike in all processes) the mean over processes, in place."""
         for bundle in _bundles(tensors):
-            sent = self._rows(bundle)
-            received = torch.empty_like(sent)
-            exchange = partial(distributed.all_to_all_single, _bytes(received), _bytes(sent), group=self._numbers)
-            self._meet(exchange)
-            total = received[0].float()
-            for row in received[1:]:
-                total += row
-            self._share_out(bundle, (total / self.count).to(sent.dtype))
+            self._share_out(bundle, self._mean_of_slices(bundle))
+
+    def _mean_of_slices(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The mean over processes of the slices of this one."""
+        sent = self._rows(tensors)
+        received = torch.empty_like(sent)
+        exchange = partial(distributed.all_to_all_single, _bytes(received), _bytes(sent), group=self._numbers)
+        self._meet(exchange)
+        total = received[0].float()
+        for row in received[1:]:
+            total += row
+        return total.div_(self.count).to(sent.dtype)
 
     def gather(self, tensors: Sequence[Tensor]) -> None:
         """Fill each tensor (contiguous), of which every process has made its own slice, from all processes."""

@@ -22,7 +22,7 @@ from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training import processes
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from tests.processes import SERVER
-from tests.streaming.stream_samples import batch, make_stack, streaming
+from tests.streaming.stream_samples import batch, bytes_of, make_stack, streaming
 
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.1)
 STEPS = 3
@@ -82,7 +82,9 @@ def train(rank: int, _count: int, *, dtype: torch.dtype = torch.float32, **optio
             with one_step(stream, step):
                 losses.append(backward(model, batch(10 * step + rank, dtype)))
         assert stream.training is not None
-        state, nbytes = stream.state_dict(), stream.training.host_bytes
+        stream.synchronize()
+        nbytes = {**stream.training.host_bytes, "held": bytes_of(model.layers, stream._host, stream.training)}
+        state = stream.state_dict()
         tensors = {name: one.clone() for name, one in state["tensors"].items()}
         parameters = {name: one.clone() for name, one in model.layers.state_dict().items()}
         return {"losses": losses, "tensors": tensors, "bytes": nbytes, "parameters": parameters, "state": state}

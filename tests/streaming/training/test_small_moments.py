@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import gc
 import statistics
-import types
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw_settings import AdamWSettings
 from bitplan.streaming.training.small_moments import BLOCK, SmallMoments, join_master, split_master
 from bitplan.streaming.training.trained_weight import TrainedWeight
-from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming
+from tests.streaming.stream_samples import assert_equal, batch, bytes_of, make_stack, streaming
 
 
 def encoded(first, second, key=None):
@@ -101,22 +99,6 @@ def test_bytes_on_the_host_are_those_stated(moments, at_most):
         stated = {key: nbytes / count for key, nbytes in stream.training.host_bytes.items()}
     expected = {"masters": 4, "states": 8} if moments == "float32" else {"masters": 2.02, "states": 2.08}
     assert stated == pytest.approx({**expected, "gradients": 2}, abs=0.02)
-
-
-def bytes_of(*roots):
-    """The bytes of all tensors that can be reached from these objects, but not through modules of Python."""
-    seen, storages, waiting = set(), {}, list(roots)
-    while waiting:
-        one = waiting.pop()
-        if id(one) in seen or isinstance(one, type | types.ModuleType | types.FunctionType | types.FrameType):
-            continue
-        seen.add(id(one))
-        if isinstance(one, torch.Tensor):
-            storage = one.untyped_storage()
-            storages[storage.data_ptr()] = storage.nbytes()
-        waiting += gc.get_referents(one)
-        waiting += list(vars(one).values()) if hasattr(one, "__dict__") else []
-    return sum(storages.values())
 
 
 @pytest.mark.parametrize(("free", "fmt"), [(10**9, "float32"), (10**5, "int8_root_b256")])
