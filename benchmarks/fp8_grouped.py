@@ -180,7 +180,7 @@ def products() -> list[dict[str, Any]]:
 
 def candidate_launches(scales: str) -> list[Any]:
     """Launches of Triton's product worth measuring, the default first."""
-    from bitplan.fp8.kernels.experts_triton_products import DEFAULT_LAUNCHES, GroupedLaunch
+    from bitplan.fp8.kernels.triton_product import DEFAULT_LAUNCHES, GroupedLaunch
 
     cuts = [(128, 256, 8, 3), (128, 256, 8, 4), (128, 128, 8, 4), (128, 128, 4, 3), (64, 256, 4, 4), (64, 128, 4, 5)]
     first = DEFAULT_LAUNCHES[scales]

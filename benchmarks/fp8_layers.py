@@ -50,14 +50,13 @@ from torch import Tensor, nn
 from bitplan.base.paired_timing import OK, Arm, Call, Timed, stopwatch_of, time_in_turns
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.bench.layer_bench import BenchOptions, BenchPlan, ParallelGroups, run_bench
-from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
 from bitplan.fp8.bench.session import ModuleBuilder
 from bitplan.fp8.decide import Fp8Options
 from bitplan.fp8.layer_settings import Fp8Recipe
 from bitplan.fp8.layers.grouped_linear import cast_dropper
 from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, local_layers, model_parts
 from bitplan.fp8.policy.merge import merge_reports, summary
-from bitplan.fp8.policy.report import Report, speedup_interval
+from bitplan.fp8.policy.report import Report, ReportLog, fingerprint_of, speedup_interval
 from bitplan.fp8.policy.rules import Policy
 
 SIZES = {

@@ -37,7 +37,7 @@ from bitplan.fp8.apply import apply_fp8
 from bitplan.report import TrainingLog, write_report
 from bitplan.streaming.selective.run_controller import RunController, RunSettings
 from bitplan.streaming.stream_blocks import stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 SEEDS = (0, 1, 2)

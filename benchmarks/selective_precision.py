@@ -51,7 +51,7 @@ from bitplan.streaming.selective.calibration import CalibrationResult, run_calib
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 ARMS = ("bf16", "int8_row", "int8_groups", "fp8_row", "static", "dynamic_gradient", "dynamic_impact")

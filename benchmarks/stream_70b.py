@@ -25,7 +25,7 @@ from stream_decode import pinned_bandwidth
 from torch import Tensor, nn
 
 from bitplan.streaming import stream_blocks as stream_module
-from bitplan.streaming.block_layout import BlockLayout
+from bitplan.streaming.find_blocks import BlockLayout
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import StreamDevice
 from bitplan.streaming.transfer.host_memory import Fill, MemoryHost

@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from bitplan.formats.dispatch import encode
 from bitplan.packed.products.fused import fused_for
-from bitplan.streaming.block_layout import BlockLayout, ParameterSpec, Piece, lay_out
+from bitplan.streaming.find_blocks import BlockLayout, ParameterSpec, Piece, lay_out
 from bitplan.streaming.options import resolve_formats
 from bitplan.streaming.transfer.devices import StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer

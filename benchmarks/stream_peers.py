@@ -508,8 +508,8 @@ def _rate(way: str, device: str) -> float:
 def adamw_ns() -> float:
     """Nanoseconds a weight of the host's AdamW: BF16 gradient, FP32 master and moments, BF16 copy to send."""
     if "adamw" not in _measured:
+        from bitplan.streaming.training.adamw import AdamWRates, AdamWTensors
         from bitplan.streaming.training.adamw_loop import step_by_loop
-        from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors
 
         numbers = ADAMW_NUMBERS if torch.cuda.is_available() else 2**16
         master, first, second = (torch.zeros(numbers) for _ in range(3))

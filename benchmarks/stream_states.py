@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from bitplan.streaming.find_blocks import StreamedParameter
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.optimizers import HostOptimizer
 from bitplan.streaming.training.trained_weight import MomentFormat, TrainedWeight
 

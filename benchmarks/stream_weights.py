@@ -31,7 +31,7 @@ from torch import Tensor
 from bitplan.formats.dispatch import Picked
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training import trained_weight as adamw
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import StreamDevice
 
 FORWARD_SHARE = 1 / 4  # of a checkpointed step that computes gradients of weights: one of four times the products

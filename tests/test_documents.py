@@ -36,7 +36,7 @@ from bitplan.streaming.selective.training_policy import PrecisionStepMetrics, Se
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.telemetry import StreamStepStats
 from bitplan.streaming.training import training_state
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 
 FOLDER = Path(__file__).parent.parent / "docs" / "documents"
 PAGES = {page.stem: page.read_text() for page in sorted(FOLDER.glob("*.md"))}

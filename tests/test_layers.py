@@ -153,7 +153,7 @@ def test_the_checks_can_fail() -> None:
     assert wrong_imports("trees.grow", "import bitplan.formats.dispatch") == ["formats.dispatch"]
     assert wrong_imports("base.records", "import bitplan.plan.plan") == ["plan.plan"]
     assert wrong_imports("trees.grow", "from bitplan.base.loops.jit import compiled") == []
-    assert wrong_imports("streaming.selective.units", "from bitplan.streaming.errors import StreamError") == []
+    assert wrong_imports("streaming.selective.units", "from bitplan.streaming.telemetry import StepTelemetry") == []
 
 
 def test_imports_at_the_top_of_modules_are_no_longer_chain_than_twenty() -> None:

@@ -79,6 +79,26 @@ class ArgumentError(BitplanError, TypeError):
     """An argument of a wrong type, for example because two arguments were swapped."""
 
 
+class StreamError(BitplanError, RuntimeError):
+    """Streaming was asked for something that it cannot do.
+
+    Its messages name the block and, inside a step, the step: among forty equal blocks there is no other clue. An error
+    of a block's own forward keeps its type (callers catch torch.OutOfMemoryError) and gets block and step as a note.
+    """
+
+
+class TransferError(StreamError):
+    """A block did not reach the device, or its gradients did not come back; begin_step starts afresh."""
+
+
+class BlockNonFiniteError(StreamError, NonFiniteError):
+    """A block computed NaN or infinity."""
+
+
+class StreamStateError(StreamError, FileFormatError):
+    """A state of streamed weights that cannot be read, or is of another model or optimizer; nothing was changed."""
+
+
 class Finding(NamedTuple):
     """What a check reports without stopping: a code from its table, the tensor or rule it is about, a line of text."""
 

@@ -20,7 +20,10 @@ _HOMES = {
     "bitplan": (
         "apply_fp8 apply_plan compare_models decode encode load_packed open_tensors quantize_file save_packed warm_up"
     ),
-    "bitplan.base.errors": "Finding ManifestError MeasureError NonFiniteError PlanFileError",
+    "bitplan.base.errors": (
+        "BlockNonFiniteError Finding ManifestError MeasureError NonFiniteError PlanFileError StreamStateError "
+        "TransferError"
+    ),
     "bitplan.files": (
         "Container convert_gpt_oss DriftLog export_model FileFormatError GptOssFile make_checkpoint morph_model "
         "observe_model register_container StoreError TensorFile WeightStore"
@@ -60,7 +63,6 @@ _HOMES = {
         "AdamWSettings lightning_callback run_calibration RuntimeLimitHints SelectivePrecisionConfig "
         "SelectivePrecisionPolicy SimulatedDevice StreamError TensorBoardScalars trainer_callback"
     ),
-    "bitplan.streaming.errors": "BlockNonFiniteError StreamStateError TransferError",
     "bitplan.streaming.selective.calibration": "CalibrationError",
     "bitplan.streaming.selective.config": "SelectiveError",
     "bitplan.streaming.selective.decide": "compute_hints describe_changes",

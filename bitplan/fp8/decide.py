@@ -18,12 +18,11 @@ from typing import Any
 import torch
 
 from bitplan.base.paired_timing import Stopwatch
-from bitplan.fp8.bench.report_log import fingerprint_of
 from bitplan.fp8.find_linears import Site, Sites
 from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, fp8_obstacle
 from bitplan.fp8.policy.choice import Fp8Choice, choose_products
 from bitplan.fp8.policy.policy import Question, asked_by_shape
-from bitplan.fp8.policy.report import TIMINGS
+from bitplan.fp8.policy.report import TIMINGS, fingerprint_of
 from bitplan.fp8.policy.rules import Policy
 from bitplan.fp8.policy.vocabulary import DEFAULT_RECIPE, NORM_KIND, PRODUCTS, UNMEASURED, Fp8Error, shape_obstacle
 from bitplan.fp8.recipes import expert_recipes

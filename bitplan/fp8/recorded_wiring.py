@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import PlanError
-from bitplan.fp8.kernels.activation import ACTIVATIONS, GATED
+from bitplan.fp8.kernels.cast import ACTIVATIONS, GATED
 from bitplan.plan.structure.describe import arguments_of, describe
 from bitplan.plan.structure.joined_calls import plain_use, readers_of_one_tensor
 from bitplan.plan.structure.model_view import TRACED, GatedMlpUse, LinearUse, ModelView, ModuleUse, NormUse, PlainMlpUse

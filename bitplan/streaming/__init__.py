@@ -1,7 +1,7 @@
 """Models whose blocks wait on the host and cross to the device when they are needed.
 
 stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
-find_blocks, block_layout    what a block is: its parameters, and their bytes in their formats
+find_blocks        what a block is: its parameters, and their bytes in their formats
 weight_loader      loads the block that is asked for, and prefetches what comes next; `saved_tensors` for backward
 reencode_blocks    the encoded bytes on the host, made again before a step where formats or weights changed
 telemetry          what a step moved and waited for
@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 from bitplan.base.lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from bitplan.streaming.errors import StreamError as StreamError
+    from bitplan.base.errors import StreamError as StreamError
     from bitplan.streaming.options import StreamOptions as StreamOptions
     from bitplan.streaming.selective.trainer_callbacks import (
         TensorBoardScalars as TensorBoardScalars,
         lightning_callback as lightning_callback,
         trainer_callback as trainer_callback,
     )
-    from bitplan.streaming.training.adamw_settings import AdamWSettings as AdamWSettings
+    from bitplan.streaming.training.adamw import AdamWSettings as AdamWSettings
     from bitplan.streaming.training.optimizers import HostOptimizer as HostOptimizer
     from bitplan.streaming.training.packed_mismatch import PackedMismatch as PackedMismatch
     from bitplan.streaming.transfer.devices import SimulatedDevice as SimulatedDevice

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from bitplan.base.errors import StreamError
 from bitplan.base.hardware import free_memory
 from bitplan.formats import get_format
 from bitplan.formats.format import Format
@@ -29,9 +30,7 @@ from bitplan.plan.format_choices import Wanted, choose_formats
 from bitplan.plan.names import ShellPatterns
 from bitplan.plan.plan import Cause, Choice, Plan, Planned
 from bitplan.plan.structure.model_view import TensorSpec
-from bitplan.streaming.block_layout import ParameterSpec
-from bitplan.streaming.errors import StreamError
-from bitplan.streaming.find_blocks import Train
+from bitplan.streaming.find_blocks import ParameterSpec, Train
 from bitplan.streaming.training.optimizers import Settings
 from bitplan.streaming.training.processes import several_processes
 from bitplan.streaming.training.trained_weight import MomentFormat
@@ -42,7 +41,7 @@ from bitplan.streaming.transfer.schedule import Slots, check_slots
 Formats = Wanted | None
 Experts = Literal["all", "by use", "auto"]
 Moments = MomentFormat | Literal["auto"] | Mapping[str, MomentFormat]
-# Names in a plan of what is no format of stored tensors; `training.small_moments` defines both.
+# Names in a plan of what is no format of stored tensors; `training.adamw` defines both.
 STATE_FORMATS = {"float32": "float32", "int8": "int8_root_b256"}
 SPLIT_MASTER = "int16_remainder"
 HOST_BYTES, FREE_SHARE = 16, 0.8  # a BF16 weight that is trained with moments in float32; of the memory that is free
@@ -133,7 +132,7 @@ class StreamOptions:
                   process, without clipping or a GradScaler; a step that breaks off in its backward, or is not ended,
                   leaves weights of two steps, and a state must be loaded
     moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8,
-                  with the FP32 master of a BF16 weight in 2 bytes beside it instead of 4 (`training.small_moments`);
+                  with the FP32 master of a BF16 weight in 2 bytes beside it instead of 4 (see `training.adamw`);
                   weights of fewer than 4,096 numbers keep float32. Or a mapping from patterns of names, first match
                   wins: {"*.mlp.*": "int8"}; what it does not name keeps float32. "auto": float32 where 16 bytes a
                   weight take at most 80% of the host's free memory, else int8; for one process

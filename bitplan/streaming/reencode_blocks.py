@@ -32,14 +32,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from bitplan.base.errors import StreamError
 from bitplan.base.weight_changes import count_optimizer_steps, state_of
 from bitplan.formats.codec import check_whole_blocks
 from bitplan.formats.dispatch import encode
 from bitplan.formats.format import Format
 from bitplan.plan.names import listed
-from bitplan.streaming.block_layout import BlockLayout, Piece, lay_out
-from bitplan.streaming.errors import StreamError
-from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
+from bitplan.streaming.find_blocks import BlockLayout, Piece, StreamedBlock, StreamedParameter, lay_out
 from bitplan.streaming.options import BlockFormats, BlockSpecs, Formats, StreamRequest, own_format, resolve_formats
 from bitplan.streaming.transfer.copies import alone
 from bitplan.streaming.transfer.schedule import Slots, check_slots

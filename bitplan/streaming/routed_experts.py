@@ -27,10 +27,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bitplan.base.errors import StreamError
 from bitplan.plan.structure.describe import experts_of
-from bitplan.streaming.block_layout import BlockLayout, lay_out
-from bitplan.streaming.errors import StreamError
-from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter, Train
+from bitplan.streaming.find_blocks import BlockLayout, StreamedBlock, StreamedParameter, Train, lay_out
 from bitplan.streaming.options import Experts, StreamRequest, own_format
 from bitplan.streaming.reencode_blocks import held_parameter, look_at
 from bitplan.streaming.saved_tensors import Place, in_backward, refuse_second_derivatives, save_weights_by_place

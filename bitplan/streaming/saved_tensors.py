@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 
 
 class StreamedWeights(Protocol):

@@ -28,11 +28,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.errors import FormatError
+from bitplan.base.errors import FormatError, StreamError, StreamStateError
 from bitplan.base.old_names import keywords_in
 from bitplan.base.records import on_failure
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.streaming.errors import StreamError, StreamStateError
 from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident
 from bitplan.streaming.options import (
     BlockFormats,

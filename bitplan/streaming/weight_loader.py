@@ -21,9 +21,9 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor
 
+from bitplan.base.errors import StreamError
 from bitplan.base.records import on_failure
-from bitplan.streaming.block_layout import BlockLayout
-from bitplan.streaming.errors import StreamError
+from bitplan.streaming.find_blocks import BlockLayout
 from bitplan.streaming.saved_tensors import Place, refuse_second_derivatives
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.host_training import HostTraining

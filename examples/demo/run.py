@@ -89,7 +89,7 @@ from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.decide import Hints
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice, StreamDevice
 from bitplan.trees import BoostedTreesClassifier
 from bitplan.trees.gradients import Array

@@ -31,7 +31,7 @@ OLD_PARTS = {f"bitplan.{part}" for part in old_names._OLD_PARTS}
         ("bitplan.runtime", "ApplyError", "bitplan.packed.apply_plan"),
         ("bitplan.packed", "ApplyError", "bitplan.packed.apply_plan"),
         ("bitplan.plan", "ModelView", "bitplan.plan.structure.model_view"),
-        ("bitplan.streaming", "TransferError", "bitplan.streaming.errors"),
+        ("bitplan.streaming", "TransferError", "bitplan.base.errors"),
         ("bitplan.trees", "GradientsI8", "bitplan.trees.gradients"),
         ("bitplan.runtime", "StreamError", "bitplan.streaming"),
         ("bitplan.kernels", "explain_encode", "bitplan.formats.dispatch"),

@@ -109,7 +109,7 @@ def streamed() -> Any:
     from torch import nn
 
     from bitplan.streaming.stream_blocks import stream_blocks
-    from bitplan.streaming.training.adamw_settings import AdamWSettings
+    from bitplan.streaming.training.adamw import AdamWSettings
 
     layer = nn.Linear(4, 4)
     layer.bias.requires_grad_(False)
@@ -251,7 +251,7 @@ def make_fp8_log(folder: Path) -> list[Path]:
 
 
 def read_fp8_log(path: Path) -> None:
-    from bitplan.fp8.bench.report_log import ReportLog
+    from bitplan.fp8.policy.report import ReportLog
 
     report = small_report()
     with ReportLog(path, report.fingerprint, report.recipe, model=report.model, settings=report.settings) as log:

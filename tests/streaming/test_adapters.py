@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import Mark, SimulatedDevice
 from tests.crosses import few

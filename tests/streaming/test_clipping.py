@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from bitplan.streaming.errors import BlockNonFiniteError, StreamError
+from bitplan.base.errors import BlockNonFiniteError, StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training import trained_weight
 from tests.crosses import few

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from bitplan.streaming.errors import StreamError, TransferError
+from bitplan.base.errors import StreamError, TransferError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.expert_memory import runs

@@ -10,8 +10,8 @@ from contextlib import suppress
 import pytest
 import torch
 
-from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer import copies
 from bitplan.streaming.transfer.copies import Latch, wait_for
 from bitplan.streaming.transfer.devices import SimulatedDevice

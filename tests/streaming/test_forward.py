@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.base.errors import PlanError
+from bitplan.base.errors import PlanError, StreamError
 from bitplan.plan.plan import Choice, Plan, Planned
-from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import move_resident
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice

@@ -8,7 +8,7 @@ import warnings
 import pytest
 import torch
 
-from bitplan.streaming.errors import BlockNonFiniteError
+from bitplan.base.errors import BlockNonFiniteError
 from bitplan.streaming.transfer.devices import CudaDevice
 from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 from tests.streaming.stream_samples import (

@@ -12,7 +12,7 @@ import torch
 
 from bitplan.base.errors import StoreError
 from bitplan.files.safetensors import SafetensorsFile
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
 from tests.streaming.stream_samples import (

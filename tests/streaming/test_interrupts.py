@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import bitplan.streaming.stream_blocks as stream_module
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.streaming.interrupts import Interrupter
 from tests.streaming.stream_samples import OPTIONS, TIMEOUT_S, WIDTH, Stack, batch

@@ -8,7 +8,7 @@ import torch
 from bitplan import decode, encode, get_format
 from bitplan.base.errors import FormatError
 from bitplan.plan import Manifest
-from bitplan.streaming.block_layout import ALIGNMENT, ParameterSpec, lay_out
+from bitplan.streaming.find_blocks import ALIGNMENT, ParameterSpec, lay_out
 from bitplan.streaming.options import resolve_formats
 
 SPECS = {

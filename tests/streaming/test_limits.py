@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.schedule import Load, Walk, allowed_loads
 from bitplan.streaming.transfer.transfer_limits import HeuristicPolicyBridge, Phase, RuntimeLimitHints

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import OPTIONS, LowRank, assert_equal, decoded_twin, gradients
 
 transformers = pytest.importorskip("transformers")

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, make_stack, streaming
 from tests.streaming.test_weights import SETTINGS, adamw, masters_of

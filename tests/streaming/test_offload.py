@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from bitplan.streaming.errors import StreamError, TransferError
+from bitplan.base.errors import StreamError, TransferError
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 from tests.crosses import few

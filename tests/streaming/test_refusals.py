@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.base.errors import FormatError, PlanError
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import FormatError, PlanError, StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice, open_device
 from tests.streaming.stream_samples import arguments_of, batch, make_stack, streaming

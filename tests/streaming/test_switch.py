@@ -7,8 +7,8 @@ import copy
 import pytest
 import torch
 
-from bitplan.streaming.block_layout import BlockLayout
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
+from bitplan.streaming.find_blocks import BlockLayout
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
 from tests.streaming.stream_samples import (

@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from bitplan.streaming.errors import StreamError, StreamStateError
+from bitplan.base.errors import StreamError, StreamStateError
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming
 
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.05)

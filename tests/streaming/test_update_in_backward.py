@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bitplan.streaming.errors import BlockNonFiniteError, StreamError
+from bitplan.base.errors import BlockNonFiniteError, StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.streaming.stream_samples import CHECKPOINTING, COUNT, OPTIONS, Stack, batch, make_stack
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from bitplan import decode, encode
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training import host_training, trained_weight
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, Stack, assert_equal, batch, make_stack, streaming
 

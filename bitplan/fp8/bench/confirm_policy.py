@@ -37,11 +37,11 @@ from bitplan.base.optional import require
 from bitplan.base.paired_timing import is_out_of_memory
 from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.bench.confirm import EXAMPLE_LENGTH, Example, example_shape
-from bitplan.fp8.bench.report_log import fingerprint_of
 from bitplan.fp8.decide import AppliedFp8, Confirmed, Fp8Options, LayerRow
 from bitplan.fp8.find_linears import block_of, find_sites
 from bitplan.fp8.layer_settings import usable_device
 from bitplan.fp8.policy.layers import Attention, ConfigObject, ModelPart, Parallel, local_layers, model_parts
+from bitplan.fp8.policy.report import fingerprint_of
 from bitplan.fp8.policy.rules import Policy
 from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error, ModelConfigError, is_count
 

@@ -41,10 +41,9 @@ import torch.distributed as dist
 
 from bitplan.base.errors import did_you_mean
 from bitplan.base.paired_timing import ERROR, OK, OOM, Arm, Peers, Stopwatch, Timed, time_in_turns
-from bitplan.fp8.bench.report_log import ReportLog
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.policy.layers import Case, Parallel
-from bitplan.fp8.policy.report import ROUTINGS, TIMINGS, Row
+from bitplan.fp8.policy.report import ROUTINGS, TIMINGS, ReportLog, Row
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_RECIPE,
     DEFAULT_THRESHOLD,

@@ -51,7 +51,6 @@ from bitplan.fp8.bench.layer_bench import (
     count_failures,
     run_bench,
 )
-from bitplan.fp8.bench.report_log import ReportLog, fingerprint_of
 from bitplan.fp8.casts import padded_tokens
 from bitplan.fp8.kernels.experts_products import pick_impl, token_pad
 from bitplan.fp8.layer_settings import AmaxEps, Fp8Recipe, GemmChoice, usable_device
@@ -61,7 +60,7 @@ from bitplan.fp8.layers.parallel import ColumnParallel, ExpertParallel, RowParal
 from bitplan.fp8.loongforge import open_model
 from bitplan.fp8.policy.layers import Layer, Parallel, bench_cases, layers_of_shapes, local_layers
 from bitplan.fp8.policy.merge import Merged, merge_reports
-from bitplan.fp8.policy.report import ROUTINGS, Report
+from bitplan.fp8.policy.report import ROUTINGS, Report, ReportLog, fingerprint_of
 from bitplan.fp8.policy.vocabulary import GROUPED_KINDS, Fp8Error, is_count
 from bitplan.fp8.recipes import expert_recipes
 

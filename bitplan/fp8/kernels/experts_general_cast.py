@@ -61,9 +61,8 @@ from bitplan.fp8.kernels.fast_tile import (
     store_tile,
     store_transposed_tile,
 )
-from bitplan.fp8.kernels.general_tile import read_numbers
 from bitplan.fp8.kernels.guessed_cast import CASTS, GUESS, LARGEST, ROOM, SEEN, SMALL, STATE_SIZE, WRONG, scale_near
-from bitplan.fp8.kernels.triton_cast import PAIR_LAUNCHES, CastLaunch
+from bitplan.fp8.kernels.triton_cast import PAIR_LAUNCHES, CastLaunch, read_numbers
 from bitplan.fp8.kernels.triton_fp8_rounding import (
     fp8_code,
     inverse_of,

@@ -3,7 +3,7 @@
     rows_product    a_TK  rows sorted by expert          b_ENK  a matrix of each expert     -> out [T, N]
     sums_product    a_NP  columns padded per expert      b_KP   likewise                    -> out [E, N, K]
 
-The same products as in `experts_triton_products`, faster. There a program makes one tile, and loads wait while results
+The same products as in `triton_product`, faster. There a program makes one tile, and loads wait while results
 are written. Here a program stays on its multiprocessor and takes tile after tile; its loading warp runs ahead of the
 others by a ring of stages, also into the next tile. Only the device knows the number of tiles: it is in the layout's
 tables.

@@ -43,7 +43,7 @@ from bitplan.fp8.kernels.product import capability_of
 from bitplan.fp8.recipes import BLOCK, RECIPES
 
 if TYPE_CHECKING:
-    from bitplan.fp8.kernels.experts_triton_products import GroupedLaunch
+    from bitplan.fp8.kernels.triton_product import GroupedLaunch
 
 IMPLEMENTATIONS = ("auto", "reference", "triton", "gluon", "torch")
 
@@ -333,7 +333,7 @@ def grouped_rows(
         return add_expert_bias(out.to(out_dtype), bias, layout)
     out = torch.empty(shape, dtype=out_dtype, device=a_TK.codes.device)
     if impl == "triton":
-        from bitplan.fp8.kernels.experts_triton_products import rows_product
+        from bitplan.fp8.kernels.triton_product import rows_product
 
         rows_product(a_TK, b_ENK, layout, out, bias, fast_accum=fast_accum, launch=launch)
         return out
@@ -373,7 +373,7 @@ def grouped_sums(
     shape = (layout.experts, a_NP.codes.shape[0], b_KP.codes.shape[0])
     out = torch.empty(shape, dtype=out_dtype, device=a_NP.codes.device)
     if impl == "triton":
-        from bitplan.fp8.kernels.experts_triton_products import sums_product
+        from bitplan.fp8.kernels.triton_product import sums_product
 
         if layout.pad % BLOCK:
             raise FormatError(f"the triton product sums {BLOCK} tokens at once, got a layout padded to {layout.pad}")

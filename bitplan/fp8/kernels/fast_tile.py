@@ -2,12 +2,12 @@
 
 A tile is four sets of words: rows 0, 4, 8..., rows 1, 5, 9... and so on. A thread holds the same columns of four
 neighbouring rows, so it can write two neighbours' codes for the plain layout, and pack four rows' codes of a column
-into a word for the transposed layout: threads exchange words, where `general_tile` moves bytes. With scales by a few
+into a word for the transposed layout: threads exchange words, where `triton_cast` moves bytes. With scales by a few
 multiply-adds that is 11 instructions a number for blocks instead of 25, and no registers spill.
 
 Its limits: a word is two 16-bit numbers that a shift turns into float32, so only bfloat16; both layouts are written in
 words of 4, so columns and padded rows are multiples of 16 (which a product asks for anyway), and x begins at a multiple
-of 16 bytes; mxfp8 has blocks of 32; maxima of rows after a norm are found one number at a time. `general_tile` casts
+of 16 bytes; mxfp8 has blocks of 32; maxima of rows after a norm are found one number at a time. `triton_cast` casts
 everything else.
 
 Legend: Q groups of four rows, W words (two columns) of a tile, R rows, C columns; x_4QW is a tile, a tuple of the words

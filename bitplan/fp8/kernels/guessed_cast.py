@@ -54,8 +54,7 @@ from bitplan.base.loops.launch import (
 from bitplan.formats.triton_numbers import float_name, magnitude_bits
 from bitplan.fp8.casts import FP8_DTYPES, CastPair, ScaledFp8
 from bitplan.fp8.kernels.fast_tile import amax_of_tile, fits_pairs, load_tile, place_of, store_by_one_scale
-from bitplan.fp8.kernels.general_tile import read_numbers, write_codes
-from bitplan.fp8.kernels.triton_cast import TILE_LAUNCH, CastLaunch
+from bitplan.fp8.kernels.triton_cast import TILE_LAUNCH, CastLaunch, read_numbers, write_codes
 from bitplan.fp8.kernels.triton_fp8_rounding import (
     INFINITY_BITS,
     fp8_code,

@@ -8,5 +8,6 @@ Which module does which step:
     weight_source                          where they get the weight: cast, kept cast, stored in FP8, shared scale
     weight_casts, scale_guesses            what is kept from one step to the next
     bound_operators                        what generated code calls, with little work for the host
-    parallel, sharded_weight               layers over several processes
+    stored_weight                          a weight stored in FP8, or gathered in FP8 from other processes
+    parallel                               layers over several processes
 """

@@ -21,7 +21,7 @@ from torch import Tensor
 from bitplan.base.loops.launch import current_stream, empty_on_gpu, index_of
 from bitplan.formats.triton_numbers import float_name
 from bitplan.fp8.casts import FP8_DTYPES, padded_tokens
-from bitplan.fp8.kernels.activation import split_function
+from bitplan.fp8.kernels.cast import split_function
 from bitplan.fp8.kernels.guessed_cast import BoundCast, plan_guess
 from bitplan.fp8.kernels.triton_activation import fits_width, plan_activated
 from bitplan.fp8.kernels.triton_cast import plan_cast

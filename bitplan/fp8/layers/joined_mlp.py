@@ -2,7 +2,7 @@
 
 An MLP after `apply_fp8` is a first layer (an Fp8NormLinear or Fp8Linear; of gate and up where it is gated) and an
 Fp8Linear for down. Between them stand an activation in the forward, whose result is only cast, and its gradient in the
-backward, which is only cast. Here both are computed in the cast (`bitplan.fp8.kernels.activation`): neither is written
+backward, which is only cast. Here both are computed in the cast (`bitplan.fp8.kernels.cast`): neither is written
 in bfloat16 and read again. The modules inside keep their names and can still be called one by one.
 
 It computes as those modules would; only act(gate) is not rounded to bfloat16 before it is multiplied. Where the
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from bitplan.fp8.casts import FP8_DTYPES, CastPair, empty_scale, padded_tokens
-from bitplan.fp8.kernels.activation import RECIPE, activation_gradient, cast_activated
+from bitplan.fp8.kernels.cast import RECIPE, activation_gradient, cast_activated
 from bitplan.fp8.layer_settings import GemmChoice
 from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear
 from bitplan.fp8.layers.linear_function import INPUT_TYPES, backward_shapes, define_layer_operator, forward_shapes
@@ -34,7 +34,7 @@ from bitplan.fp8.layers.products import (
     run_forward,
 )
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, guess_for
-from bitplan.fp8.layers.sharded_weight import GatheredWeight
+from bitplan.fp8.layers.stored_weight import GatheredWeight
 from bitplan.fp8.layers.weight_source import CASTS, WeightSource
 
 ALL_PRODUCTS = GemmChoice.all(RECIPE)
@@ -46,7 +46,7 @@ class JoinedMlp(nn.Module):
     first     path of the layer of the first product: of gate with up inside, or of both in one, where it is gated
     down      path of the layer of the last product
     tail      names of modules that are called on down's output
-    function  what lies between the products, one of `fp8.kernels.activation.FUNCTIONS`
+    function  what lies between the products, one of `fp8.kernels.cast.FUNCTIONS`
     """
 
     def __init__(self, mlp: nn.Module, first: str, down: str, function: str, tail: Sequence[str] = ()) -> None:

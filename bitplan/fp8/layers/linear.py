@@ -23,21 +23,19 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from bitplan.fp8.kernels.norm import NORMS
+from bitplan.fp8.kernels.cast import NORMS
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8Recipe, GemmChoice, check_shape, require_fp8
 from bitplan.fp8.layers import weight_casts
 from bitplan.fp8.layers.linear_function import INPUT_TYPES, run_linear
 from bitplan.fp8.layers.products import Fp8Settings
-from bitplan.fp8.layers.sharded_weight import (
+from bitplan.fp8.layers.stored_weight import (
     GatheredWeight,
     ShardGroup,
+    linear_of_fp8_param,
     linear_of_gathered,
     plain_numbers,
-    shard_in_fp8,
-)
-from bitplan.fp8.layers.stored_weight import (
-    linear_of_fp8_param,
     save_plain_weight,
+    shard_in_fp8,
     store_in_fp8,
     stored_numbers,
 )

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from bitplan.fp8.casts import ScaledFp8, scaling_of
-from bitplan.fp8.kernels.norm import NormWeights, norm_and_cast, norm_gradient
+from bitplan.fp8.kernels.cast import NormWeights, norm_and_cast, norm_gradient
 from bitplan.fp8.kernels.product import scaled_product
 from bitplan.fp8.layer_settings import SHORT_SUM, AmaxEps, Fp8Recipe, GemmChoice
 from bitplan.fp8.layers.scale_guesses import GRAD, INPUT

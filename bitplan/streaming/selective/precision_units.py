@@ -23,8 +23,7 @@ from bitplan.formats import get_format
 from bitplan.formats.codec import check_whole_blocks
 from bitplan.formats.format import Format
 from bitplan.plan.structure.describe import product_of
-from bitplan.streaming.block_layout import lay_out
-from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter
+from bitplan.streaming.find_blocks import StreamedBlock, StreamedParameter, lay_out
 from bitplan.streaming.selective.config import PRECISIONS, SelectiveError, SelectivePrecisionConfig
 from bitplan.streaming.selective.state import layout_of
 

@@ -34,15 +34,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from bitplan.base.errors import StreamError
 from bitplan.base.optional import require
 from bitplan.base.records import on_failure
 from bitplan.plan.names import listed
-from bitplan.streaming.errors import StreamError
 from bitplan.streaming.selective.calibration import Forward
 from bitplan.streaming.selective.config import SelectiveError
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
 from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings
 from bitplan.streaming.training.processes import hide_from_ddp

@@ -2,7 +2,7 @@
 
 Every operation is one of torch's fused AdamW, in its order, with multiplication and addition in one rounding where
 torch's compiler puts them into one. The last few numbers, which fill no vector, torch computes another way: they are
-left to it. States in little memory (`small_moments`) are widened, stepped and made small again a block at a time.
+left to it. States in little memory (see `adamw`) are widened, stepped and made small again a block at a time.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -20,16 +20,18 @@ from torch import Tensor
 from bitplan.base.loops.jit import compiled, inlined
 from bitplan.base.loops.row_pieces import Cut, First, run
 from bitplan.base.loops.vectors import VectorType, VectorWriter, define, lanewise, load, store
-from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
-from bitplan.streaming.training.small_moments import (
+from bitplan.streaming.training.adamw import (
     BLOCK,
     FIRST_CODES,
     FIRST_MIX,
     SECOND_CODES,
     SECOND_MIX,
     STRIDE,
+    AdamWRates,
+    AdamWTensors,
     SmallTensors,
     random_seed,
+    step_by_torch,
     step_small_by_torch,
 )
 

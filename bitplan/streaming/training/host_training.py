@@ -40,13 +40,11 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from bitplan.streaming.block_layout import ParameterSpec, Part, aligned
-from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
-from bitplan.streaming.find_blocks import StreamedBlock
+from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, aligned
 from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
 from bitplan.streaming.telemetry import StepRecorder
-from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
-from bitplan.streaming.training.adamw_torch import pieces
+from bitplan.streaming.training.adamw import AdamWSettings, pieces, setting
 from bitplan.streaming.training.optimizers import Settings
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
 from bitplan.streaming.training.trained_weight import MASTER, TrainedWeight, prepare_adamw

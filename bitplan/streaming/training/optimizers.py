@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.documents import show
-from bitplan.streaming.errors import StreamError
-from bitplan.streaming.training.adamw_settings import AdamWSettings, setting
+from bitplan.base.errors import StreamError
+from bitplan.streaming.training.adamw import AdamWSettings, setting
 
 TRIED_ROWS = 8  # and columns, of the matrix that an optimizer is tried on
 PACKED_ROWS = 64  # of one for which optimizers that keep states in bytes do so

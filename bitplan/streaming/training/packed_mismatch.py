@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.errors import ArgumentError
+from bitplan.base.errors import ArgumentError, StreamError
 from bitplan.base.optional import require
 from bitplan.packed.apply_plan import apply_plan
 from bitplan.plan.names import ShellPatterns, split_layer
-from bitplan.streaming.errors import StreamError
 
 MORE_BITS: tuple[str | None, ...] = ("int8_row", None)  # None: a layer's own type
 METRIC = "eval_packed_kl"

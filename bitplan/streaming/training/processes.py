@@ -33,8 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor, distributed, nn
 
-from bitplan.base.errors import visible
-from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError, visible
 
 SLICE_ALIGNMENT = 256  # numbers: AdamW's vectors and blocks of small moments are whole in every slice
 BUNDLE_BYTES = 2**26  # of gradients that are sent together

@@ -5,10 +5,10 @@
     BF16, FP16        float32 numbers                                  4
     BF16, 8 bits      the Parameter and a remainder of 16 bits         2
 
-"8 bits": its moments are kept so (`small_moments`). Where several processes divide the optimizer, each keeps masters,
+"8 bits": its moments are kept so (see `adamw`). Where several processes divide the optimizer, each keeps masters,
 remainders and states of its slice of the weight, and steps that; the Parameter, which is sent, is whole in each.
 
-AdamW is torch's fused one by definition (`adamw_torch`), which makes 46 bytes a number cross the host's memory where
+AdamW is torch's fused one by definition (`adamw`), which makes 46 bytes a number cross the host's memory where
 gradient and sent weights are BF16; `adamw_loop` takes one pass, with 28. Whether it has torch's bits on this machine is
 looked at before its first use. Other optimizers are torch's own (`optimizers`).
 """
@@ -24,19 +24,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from bitplan.base.errors import StreamError
 from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked
-from bitplan.streaming.errors import StreamError
 from bitplan.streaming.find_blocks import StreamedParameter
-from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
-from bitplan.streaming.training.optimizers import HostOptimizer, Settings, step_alone
-from bitplan.streaming.training.processes import Processes
-from bitplan.streaming.training.small_moments import (
+from bitplan.streaming.training.adamw import (
+    AdamWRates,
+    AdamWTensors,
     SmallMoments,
     SmallTensors,
     join_master,
     split_master,
+    step_by_torch,
     step_small_by_torch,
 )
+from bitplan.streaming.training.optimizers import HostOptimizer, Settings, step_alone
+from bitplan.streaming.training.processes import Processes
 
 LOOP_TYPES = (torch.float32, torch.bfloat16)  # of gradients, and of what is sent
 MASTER, MOMENTS = "master", ("exp_avg", "exp_avg_sq")

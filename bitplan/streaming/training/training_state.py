@@ -27,12 +27,11 @@ import torch
 from torch import Tensor
 
 from bitplan.base.documents import NAME, OBJECT, SIZE, Fields, Kind, Reader, is_number, one_of, show
-from bitplan.base.errors import FileFormatError
+from bitplan.base.errors import FileFormatError, StreamStateError
 from bitplan.base.records import parse_json
 from bitplan.files.safetensors import SafetensorsFile, write_safetensors
 from bitplan.plan.names import listed
-from bitplan.streaming.errors import StreamStateError
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.trained_weight import MASTER, MOMENTS, TrainedWeight
 

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.saved_tensors import outer_hooks
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.transfer.copies import Transfer, Worker

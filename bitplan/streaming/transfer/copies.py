@@ -30,7 +30,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from bitplan.streaming.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice
 
 

@@ -27,7 +27,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 
 Queue = Literal["weights", "activations", "experts"]  # copies of one queue and direction run one after another
 Direction = Literal["in", "out"]

@@ -24,9 +24,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitplan.base.errors import TransferError
 from bitplan.base.records import on_failure
-from bitplan.streaming.block_layout import BlockLayout, aligned
-from bitplan.streaming.errors import TransferError
+from bitplan.streaming.find_blocks import BlockLayout, aligned
 from bitplan.streaming.transfer.copies import Transfer
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 

@@ -26,9 +26,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from bitplan.base.errors import StreamError, TransferError
 from bitplan.files.safetensors import SafetensorsFile, write_safetensors
-from bitplan.streaming.block_layout import BlockLayout
-from bitplan.streaming.errors import StreamError, TransferError
+from bitplan.streaming.find_blocks import BlockLayout
 from bitplan.streaming.transfer.devices import StreamDevice
 
 HostKind = Literal["pinned", "pageable", "file"]

@@ -24,7 +24,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 
 Slots = int | str

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from bitplan.base.records import on_failure
-from bitplan.streaming.block_layout import BlockLayout
+from bitplan.streaming.find_blocks import BlockLayout
 from bitplan.streaming.saved_tensors import Place
 from bitplan.streaming.transfer.copies import Transfer, Worker
 from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice

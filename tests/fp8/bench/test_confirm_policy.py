@@ -175,8 +175,8 @@ def test_the_device(monkeypatch):
 @pytest.mark.filterwarnings("default")  # an arm whose compiler only warns would count as one that cannot run
 @pytest.mark.gpu
 def test_gpu_confirm_gives_intervals_and_leaves_no_memory(tmp_path):
-    from bitplan.fp8.bench.report_log import fingerprint_of
     from bitplan.fp8.layer_settings import fp8_obstacle
+    from bitplan.fp8.policy.report import fingerprint_of
 
     device = torch.device("cuda", torch.cuda.current_device())
     if fp8_obstacle(device) is not None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bitplan.base import __version__
-from bitplan.fp8.bench.report_log import EMULATED, commit, fingerprint_of
+from bitplan.fp8.policy.report import EMULATED, commit, fingerprint_of
 
 
 def test_cpu_says_that_it_emulates():

@@ -9,13 +9,12 @@ import torch
 
 from bitplan.base.paired_timing import CpuStopwatch
 from bitplan.fp8.bench.layer_bench import BenchOptions, BenchPlan, count_failures, run_bench
-from bitplan.fp8.bench.report_log import ReportLog
 from bitplan.fp8.layer_settings import Fp8Recipe
 from bitplan.fp8.policy.choice import choose_products
 from bitplan.fp8.policy.layers import Case, Layer, Parallel
 from bitplan.fp8.policy.merge import merge_reports
 from bitplan.fp8.policy.policy import Question
-from bitplan.fp8.policy.report import Report
+from bitplan.fp8.policy.report import Report, ReportLog
 from tests.fp8.policy.fp8_samples import H200
 
 FC2 = Layer("llm", "row", "fc2", "mlp", (128, 256), 2, Parallel())

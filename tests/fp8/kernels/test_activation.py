@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from bitplan.fp8.casts import cast_reference, decode_scaled
-from bitplan.fp8.kernels.activation import FUNCTIONS, activate, activation_gradient, split_function, width_of
+from bitplan.fp8.kernels.cast import FUNCTIONS, activate, activation_gradient, split_function, width_of
 from bitplan.fp8.kernels.guessed_cast import counts_of, new_state
 from bitplan.fp8.kernels.triton_activation import cast_by_guess, fits_activated
 from bitplan.fp8.kernels.triton_cast import CastLaunch

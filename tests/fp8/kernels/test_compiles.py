@@ -29,7 +29,7 @@ from bitplan.fp8.kernels import triton_norm as norm
 from bitplan.fp8.kernels import experts_general_cast as experts
 from bitplan.fp8.kernels import fast_tile as pairs
 from bitplan.fp8.kernels import triton_product as product
-from bitplan.fp8.kernels import general_tile as tiles
+from bitplan.fp8.kernels import triton_cast as tiles
 from bitplan.fp8.kernels.triton_cast import PAIR_LAUNCHES
 
 def some(*choices):

@@ -227,7 +227,7 @@ def launches(kind: str) -> list[tuple[int, int, bool]]:
 @pytest.mark.cross("counts", [[0, 1, 131, 0], [70]], ids=["skewed", "one"])
 @pytest.mark.cross("recipe", RECIPES)
 def test_products_match_float64_of_the_decoded_operands(recipe, counts, device) -> None:
-    from bitplan.fp8.kernels.experts_triton_products import GroupedLaunch
+    from bitplan.fp8.kernels.triton_product import GroupedLaunch
 
     blocks = recipe == "blockwise"
     outputs, inputs = (128, 256) if blocks else (80, 144)
@@ -303,7 +303,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from bitplan.fp8.kernels import experts_general_cast as cast
-from bitplan.fp8.kernels import experts_triton_products as matmul
+from bitplan.fp8.kernels import triton_product as matmul
 
 
 def build(kernel, arguments, constants, warps=8, stages=3):

@@ -9,8 +9,7 @@ pytest.importorskip("triton")
 
 from bitplan.base.errors import FormatError
 from bitplan.fp8.kernels import triton_norm
-from bitplan.fp8.kernels.cast import cast_layouts
-from bitplan.fp8.kernels.norm import NormWeights, norm_and_cast, norm_gradient
+from bitplan.fp8.kernels.cast import NormWeights, cast_layouts, norm_and_cast, norm_gradient
 
 
 def sample(kind: str, device, rows: int = 37, cols: int = 384, dtype=torch.bfloat16):

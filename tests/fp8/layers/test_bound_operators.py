@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from bitplan.base.compiled_code import FUNCTIONS
 from bitplan.base.loops import launch as launches
 from bitplan.fp8.kernels import guessed_cast
-from bitplan.fp8.kernels.activation import width_of
+from bitplan.fp8.kernels.cast import width_of
 from bitplan.fp8.layer_settings import Fp8Recipe, GemmChoice
 from bitplan.fp8.layers import bound_operators, joined_mlp, linear_function, scale_guesses, weight_casts
 from bitplan.fp8.layers.products import Fp8Settings

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from bitplan.fp8.layer_settings import Fp8LayerError, Fp8Recipe
-from bitplan.fp8.layers import sharded_weight, weight_source
+from bitplan.fp8.layers import stored_weight, weight_source
 from bitplan.fp8.layers.grouped_linear import GroupedLinear
 from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear, gather_weights_in_fp8
 from bitplan.fp8.layers.weight_source import CastsWeight
@@ -56,8 +56,8 @@ def _train_as_one(rank):
 
         return counted
 
-    sharded_weight.dist.all_reduce = counting("all_reduce", dist.all_reduce)
-    sharded_weight.shared_amax_cast = counting("cast", sharded_weight.shared_amax_cast)
+    stored_weight.dist.all_reduce = counting("all_reduce", dist.all_reduce)
+    stored_weight.shared_amax_cast = counting("cast", stored_weight.shared_amax_cast)
     one, model = make_model(), make_model()
     assert gather_weights_in_fp8(model) == {}
     shard(model)

@@ -32,7 +32,7 @@ from bitplan.fp8.apply import apply_fp8
 from bitplan.packed import fuse_projections
 from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.stream_blocks import stream_blocks
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.plan.structure import handwritten_models as models
 from tests.plan.structure.test_families import SIZES

@@ -11,7 +11,7 @@ from torch import nn
 from bitplan.streaming.selective.calibration import run_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import COUNT, batch, make_stack, streaming
 
 pytestmark = pytest.mark.gpu

@@ -14,7 +14,7 @@ from bitplan import decode, encode
 from bitplan.streaming.selective.calibration import CalibrationError, run_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import batch, streaming
 from tests.streaming.stream_samples import make_stack as make_any_stack
 

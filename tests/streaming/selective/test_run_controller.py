@@ -25,7 +25,7 @@ from bitplan.streaming.selective.run_controller import (
     option_key,
 )
 from bitplan.streaming.stream_blocks import BlockStream
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import OPTIONS
 
 WIDTH, COUNT, STEPS = 128, 4, 60

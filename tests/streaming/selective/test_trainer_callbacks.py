@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitplan.streaming.errors import StreamStateError
+from bitplan.base.errors import StreamStateError
 from bitplan.streaming.selective.config import SelectiveError, SelectivePrecisionConfig
 from bitplan.streaming.selective.trainer_callbacks import (
     STATE_FILE,
@@ -24,7 +24,7 @@ from bitplan.streaming.selective.trainer_callbacks import (
     trainer_callback,
 )
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming
 
 # The libraries' own warnings: about workers, loggers and folders, not about us.

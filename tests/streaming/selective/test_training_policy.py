@@ -16,7 +16,7 @@ from bitplan.streaming.selective.config import SelectiveError, SelectivePrecisio
 from bitplan.streaming.selective.decide import TransferFacts
 from bitplan.streaming.selective.layer_probes import LayerProbes
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy, TelemetryError
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.transfer_limits import HeuristicPolicyBridge, Phase, RuntimeLimitHints
 from tests.crosses import few

@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.selective.trainer_callbacks import lightning_callback, trainer_callback
 from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training import processes
-from bitplan.streaming.training.adamw_settings import AdamWSettings
+from bitplan.streaming.training.adamw import AdamWSettings
 from tests.processes import SERVER
 from tests.streaming.stream_samples import batch, bytes_of, make_stack, streaming
 

@@ -8,8 +8,15 @@ import pytest
 import torch
 
 from bitplan.streaming.training import adamw_loop, trained_weight
-from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
-from bitplan.streaming.training.small_moments import SmallMoments, SmallTensors, split_master, step_small_by_torch
+from bitplan.streaming.training.adamw import (
+    AdamWRates,
+    AdamWTensors,
+    SmallMoments,
+    SmallTensors,
+    split_master,
+    step_by_torch,
+    step_small_by_torch,
+)
 from bitplan.streaming.training.trained_weight import explain_adamw, step_adamw
 
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.errors import ArgumentError
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import ArgumentError, StreamError
 from bitplan.streaming.training.packed_mismatch import METRIC, PackedMismatch
 from tests.streaming.stream_samples import streaming
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from bitplan.streaming.errors import StreamError
+from bitplan.base.errors import StreamError
 from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
 from bitplan.streaming.stream_blocks import stream_blocks

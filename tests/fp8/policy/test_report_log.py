@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from bitplan.fp8.bench.report_log import ReportLog
-from bitplan.fp8.policy.report import Report
+from bitplan.fp8.policy.report import Report, ReportLog
 from bitplan.fp8.policy.vocabulary import BenchReportError
 from tests.fp8.policy.fp8_samples import H200, series
 from tests.processes import Program
@@ -103,7 +102,7 @@ def test_killed_in_the_middle(tmp_path):
     """A process that is killed while it writes leaves whole lines, and the next one goes on."""
     path = tmp_path / "r.jsonl"
     code = (
-        "from tests.fp8.bench.test_report_log import open_log\n"
+        "from tests.fp8.policy.test_report_log import open_log\n"
         "from tests.fp8.policy.fp8_samples import series\n"
         f"import itertools\nlog = open_log({str(path)!r})\n"
         "for tokens in itertools.count(1):\n    for row in series({tokens: 1.1}): log.append(row)\n"

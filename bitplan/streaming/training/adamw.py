@@ -1,7 +1,10 @@
-"""AdamW's states in little memory: moments in 2.03 bytes a weight instead of 8, the FP32 master of a BF16 weight in 2
-bytes beside it instead of 4. The definition, in plain torch; `adamw_loop` has its twin, to the bit.
+"""AdamW on the host: its settings, checked where they are made, and the definition of its step in plain torch.
 
-A moment is cut into blocks of 256 numbers, and each has a scale, the largest magnitude in it, in float32:
+A step is that of torch's fused AdamW, some numbers at a time. `adamw_loop` has the same in compiled loops, to the bit.
+
+The states can take little memory: moments 2.03 bytes a weight instead of 8, the FP32 master of a BF16 weight 2 bytes
+beside it instead of 4. A moment is cut into blocks of 256 numbers, and each has a scale, the largest magnitude in it,
+in float32:
 
     first moment     code = sign(m) * round(127 * sqrt(|m| / scale))    m = sign(code) * (code / 127)^2 * scale
     second moment    code = round(255 * sqrt(v / scale)), at least 1    v = (code / 255)^2 * scale
@@ -11,7 +14,7 @@ step endless.
 
 Codes are rounded up or down at random, so that their mean is the number: a second moment moves by a thousandth a step,
 far less than half a code, and would stand still if it were rounded to nearest. The random numbers depend on the weight,
-the step and the place in the weight alone, so any number of processes makes the same codes. The largest number of a
+the step and the position in the weight alone, so any number of processes makes the same codes. The largest number of a
 block has the largest code, so numbers that are read and written again, to nearest, as a saved state is, have the same
 codes.
 
@@ -23,14 +26,124 @@ The FP32 master of a BF16 weight is the weight, which is sent, and a remainder o
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from bitplan.streaming.training.adamw_torch import AdamWRates, AdamWTensors, step_by_torch
+from bitplan.base.documents import show
+from bitplan.base.errors import StreamError
+
+
+@dataclass(frozen=True)
+class AdamWSettings:
+    """Settings of torch.optim.AdamW for the streamed weights; what AdamW refuses is refused here."""
+
+    lr: float = 1e-5
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        betas: Any = self.betas
+        if not isinstance(betas, tuple | list) or len(betas) != 2:
+            raise StreamError(f"AdamW: betas: expected two numbers, got {_on_one_line(betas)}")
+        checked = tuple(setting(f"betas[{at}]", beta, below=1.0) for at, beta in enumerate(betas))
+        object.__setattr__(self, "betas", checked)
+        for name in ("lr", "eps", "weight_decay"):
+            object.__setattr__(self, name, setting(name, getattr(self, name)))
+
+    def with_lr(self, lr: float) -> AdamWSettings:
+        return replace(self, lr=lr)
+
+    def of(self, _shape: tuple[int, ...]) -> AdamWSettings:
+        """The settings of a weight, which are those of all."""
+        return self
+
+    def document(self) -> dict[str, Any]:
+        return {**asdict(self), "betas": list(self.betas)}
+
+
+def setting(name: str, value: Any, *, below: float = math.inf) -> float:
+    """A setting of AdamW as a float, if it is a number (or a tensor of one) from 0 to `below`."""
+    is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    if isinstance(value, bool) or not is_number or not 0.0 <= float(value) < below:
+        wanted = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
+        raise StreamError(f"AdamW: {name}: expected {wanted}, got {_on_one_line(value)}")
+    return float(value)
+
+
+def _on_one_line(value: Any) -> str:
+    return " ".join(show(value).split())  # a tensor is shown in several
+
+
+# ---- one step, by torch's fused AdamW --------------------------------------------------------------------------------
+
+
+class AdamWRates(NamedTuple):
+    """The settings of one step, as torch.optim.AdamW has them, and a factor of gradients; the first step is step 1."""
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    factor: float = 1.0
+
+
+class AdamWTensors(NamedTuple):
+    """Numbers that lie contiguously, as many in each; `sent` gets the new masters in its type."""
+
+    master: Tensor
+    gradient: Tensor
+    first: Tensor
+    second: Tensor
+    sent: Tensor | None = None
+
+
+def step_by_torch(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> None:
+    """The definition; as many numbers at a time as the scratch has, where a gradient in another type is widened."""
+    master, gradient, first, second, sent = tensors
+    count = torch.tensor(float(rates.step))
+    given = (master, gradient, first, second) if sent is None else (master, gradient, first, second, sent)
+    for weights, part, mean, square, *copies in pieces(given, len(scratch)):
+        if part.dtype != torch.float32 or rates.factor != 1.0:
+            part = scratch[: len(part)].copy_(part)
+        if rates.factor != 1.0:
+            part.mul_(rates.factor)
+        torch._fused_adamw_(
+            [weights],
+            [part],
+            [mean],
+            [square],
+            [],
+            [count],
+            lr=rates.lr,
+            beta1=rates.betas[0],
+            beta2=rates.betas[1],
+            weight_decay=rates.weight_decay,
+            eps=rates.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+        for copied in copies:
+            copied.copy_(weights)
+
+
+def pieces(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Contiguous tensors of as many numbers, `size` numbers at a time."""
+    flat = [tensor.detach().view(-1) for tensor in tensors]
+    for start in range(0, len(flat[0]), size):
+        yield [one[start : start + size] for one in flat]
+
+
+# ---- moments and masters in little memory ----------------------------------------------------------------------------
+
 
 BLOCK = 256
 FIRST_CODES, SECOND_CODES = 127, 255
