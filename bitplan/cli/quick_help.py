@@ -11,7 +11,11 @@ from typer.core import TyperCommand, TyperGroup
 
 
 class QuickCommand(TyperCommand):
-    """A verb that accepts any value while the shell completes a line."""
+    """A verb that accepts any value while the shell completes a line; its text is as wide as the terminal."""
+
+    def __init__(self, *arguments: Any, help: str | None = None, **settings: Any) -> None:
+        paragraphs = (help or "").split("\n\n")  # typer would keep the ends of the docstring's lines
+        super().__init__(*arguments, help="\n\n".join(" ".join(text.split()) for text in paragraphs), **settings)
 
     def get_params(self, ctx: Any) -> list[Any]:
         return _quick(super().get_params(ctx), ctx)

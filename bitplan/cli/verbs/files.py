@@ -113,7 +113,9 @@ def _formats_on(path: str | Path, name: str, scale_rule: Rule | None, as_json: b
 def inspect(
     file: Annotated[
         Path | None,
-        typer.Argument(help="A .safetensors, .gguf or .json file, an index, or a folder; none: the number formats."),
+        typer.Argument(
+            metavar="FILE", help="A .safetensors, .gguf or .json file, an index, or a folder; none: the number formats."
+        ),
     ] = None,
     tensor: Annotated[str | None, typer.Option(metavar="NAME", help="Try every format on this tensor.")] = None,
     scale_rule: Annotated[Rule | None, typer.Option(help="With --tensor: how scales are chosen.")] = None,

@@ -26,7 +26,7 @@ fp8_app = typer.Typer(
 @fp8_app.command(cls=QuickCommand)
 def bench(
     model: Annotated[
-        Path | None, typer.Argument(metavar="[MODEL]", help="A config.json, a folder with one, or a model's YAML.")
+        Path | None, typer.Argument(metavar="MODEL", help="A config.json, a folder with one, or a model's YAML.")
     ] = None,
     shapes: Annotated[
         str | None,
@@ -213,7 +213,7 @@ Part = Literal["llm", "vit"]
 
 @fp8_app.command(cls=QuickCommand)
 def merge(
-    more: Annotated[list[Path] | None, typer.Argument(metavar="[REPORT]...", help="More reports.")] = None,
+    more: Annotated[list[Path] | None, typer.Argument(metavar="REPORT", help="More reports.")] = None,
     reports: Annotated[list[Path] | None, typer.Option("--reports", help="Reports of one machine.")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Write the policy here.")] = None,
     speedup_threshold: Annotated[

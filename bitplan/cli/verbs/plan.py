@@ -411,7 +411,9 @@ def show(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="bert, gemma, gpt-oss, llama, mistral, mixtral, phi3, qwen, qwen3-moe.", autocompletion=shipped_names
+            metavar="NAME",
+            help="bert, gemma, gpt-oss, llama, mistral, mixtral, phi3, qwen, qwen3-moe.",
+            autocompletion=shipped_names,
         ),
     ] = None,
     as_json: AlwaysJson = False,
@@ -433,7 +435,7 @@ def show(
 
 @manifest_app.command(cls=QuickCommand)
 def expand(
-    raw: Annotated[Path, typer.Argument(help=r"A raw map of names with \[i] to formats, as JSON.")],
+    raw: Annotated[Path, typer.Argument(metavar="RAW", help=r"A raw map of names with \[i] to formats, as JSON.")],
     _as_json: AlwaysJson = False,
 ) -> None:
     r"""Turn a raw map (`block.\[i].mlp.weight` to a format) into a manifest of rules.

@@ -16,7 +16,7 @@ def report(
     records: Annotated[
         list[Path],
         typer.Argument(
-            metavar="RECORDS...", help="JSON and JSONL files, folders of records, of `search` and of `quantize`."
+            metavar="RECORDS", help="JSON and JSONL files, folders of records, of `search` and of `quantize`."
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="The page: one HTML file.")] = Path("report.html"),
