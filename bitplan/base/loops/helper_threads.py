@@ -138,11 +138,12 @@ def _run(pool, function, job, helpers):  # type: ignore[no-untyped-def]
         _wake(pool)
     call(function, job)
     swap(pool + IS_OPEN, 0)
-    add(pool + COUNT, -swap(pool + TO_WAKE, 0))  # those that nobody woke sleep on
+    sleepers = swap(pool + TO_WAKE, 0)  # that nobody woke; they sleep on
     left = see(pool + COUNT)
     while left > 0:
         take_one(pool + COUNT, left)
         left = see(pool + COUNT)
+    add(pool + COUNT, -sleepers)  # now that work which nobody took is gone: it would hide them, and nobody wake them
     looks = 0
     while see(pool + INSIDE) > 0:
         looks += 1

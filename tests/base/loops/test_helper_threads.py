@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -64,15 +65,20 @@ def test_a_forked_process_has_helpers_of_its_own(mark):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 
 
-def test_work_that_nobody_took_is_not_left_for_helpers_to_find():
-    """Else they go through thousands of ended runs, and the next caller waits for them."""
-    if not sys.platform.startswith("linux"):
-        pytest.skip("helpers wait by semaphores without names, which Linux has")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="helpers sleep on semaphores of Linux")
+def test_work_that_nobody_took_is_not_left_for_helpers_to_find_and_hides_no_sleeper():
+    """Else they go through thousands of ended runs, and the next caller waits for them; or are never woken again."""
     function, job = c_function(_nothing), np.zeros(1, np.int64)
-    for _ in range(2000):
+    for number in range(2000):  # with pauses in which some fall asleep
         helper_threads.run(function, job.ctypes.data, 16)
-        count = helper_threads._sets[0]._address + helper_threads.COUNT
-        assert ctypes.c_int64.from_address(count).value <= 0
+        helpers = helper_threads._sets[0]
+        count = ctypes.c_int64.from_address(helpers._address + helper_threads.COUNT)
+        assert count.value <= 0
+        time.sleep(number % 20 * 2e-5)
+    give_up = time.monotonic() + 60
+    while count.value != -len(helpers._threads) and time.monotonic() < give_up:
+        time.sleep(0.01)
+    assert count.value == -len(helpers._threads), "asleep, as far as the pool knows"
 
 
 def _nothing(_job):
