@@ -28,7 +28,7 @@ from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import OPTIONS
 
-WIDTH, COUNT, STEPS = 128, 4, 60
+WIDTH, COUNT, STEPS = 128, 4, 40
 SETTINGS = RunSettings(total_steps=STEPS, final_share=0.3, timing_steps=2, settle_steps=1, noise_share=0.5, groups=2)
 
 
@@ -248,10 +248,10 @@ def test_a_resumed_run_goes_on_as_the_first(whole_run, tmp_path):
     clock, path = Clock(ALL_WIN), tmp_path / "run.jsonl"
     with Run() as run:
         control = RunController(run.stream, SETTINGS, probe=run.probe, log=path, clock=clock)
-        at = 30
+        at = 24
         begun = run.train(control, range(at), clock)
         control.save(tmp_path / "state.json")
-        run.train(control, range(at, 50), clock)  # lost: nothing of it was saved but the log
+        run.train(control, range(at, 32), clock)  # lost: nothing of it was saved but the log
         control.close()
     with Run() as run:
         control = RunController(run.stream, SETTINGS, probe=run.probe, clock=clock)
