@@ -200,7 +200,7 @@ class _Bench:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._given = arguments
 
-    def made(self) -> list[dict[str, Any]]:
+    def joined_layer(self) -> list[dict[str, Any]]:
         result = []
         for rows in self._given.rows:
             for seed in self._given.seeds if rows <= SEVERAL_SEEDS_UP_TO_ROWS else self._given.seeds[:1]:
@@ -328,7 +328,7 @@ def main() -> None:
     }
     checks: list[dict[str, Any]] = []
     if "made" in given.parts:
-        document["runs"] = bench.made()
+        document["runs"] = bench.joined_layer()
         checks += judge(document["runs"])
     if "real" in given.parts:
         document["real"] = bench.real()

@@ -35,12 +35,12 @@ def define_operator(signature: str, function: Callable[..., tuple[Tensor, ...]],
     name = signature.split("(")[0]
     is_lowered = False
 
-    def shapes(*given: Any) -> Any:
+    def shapes(*arguments: Any) -> Any:
         nonlocal is_lowered
         if not is_lowered and "torch._inductor.compile_fx" in sys.modules:
             importlib.import_module("bitplan.base.inductor_calls").call_operator(name)
             is_lowered = True
-        return fake(*given)
+        return fake(*arguments)
 
     FUNCTIONS[name] = function
     _LIBRARY.define(signature, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))

@@ -125,20 +125,20 @@ class Reader:
     error: type[BitplanError]
     strict: bool = True
 
-    def keys(self, path: str, value: Any, known: Mapping[str, Kind], required: Iterable[str] = ()) -> dict[str, Any]:
+    def keys(self, path: str, value: Any, kinds: Mapping[str, Kind], required: Iterable[str] = ()) -> dict[str, Any]:
         """The object at `path`; refuses unknown keys, missing required keys, and values of a wrong kind."""
         prefix = f"{path}: " if path else ""
         if type(value) is not dict:
             self.fail(path or "the document", OBJECT.text, value)
         for key, item in value.items():
-            if key in known:
-                if not known[key].holds(item):
-                    self.fail(prefix + key, known[key].text, item)
+            if key in kinds:
+                if not kinds[key].holds(item):
+                    self.fail(prefix + key, kinds[key].text, item)
             elif self.strict:
-                self.stop(f"{prefix}unknown key {key[:_SHOWN]!r}{did_you_mean(key[:_SHOWN], known)}")
+                self.stop(f"{prefix}unknown key {key[:_SHOWN]!r}{did_you_mean(key[:_SHOWN], kinds)}")
         for key in required:
             if key not in value:
-                self.miss(prefix + key, known[key].text)
+                self.miss(prefix + key, kinds[key].text)
         return value
 
     def fields_of(self, dataclass_type: type, path: str, value: Any, *, every: bool = False) -> dict[str, Any]:
@@ -146,15 +146,15 @@ class Reader:
 
         Fields without a default must be there; with `every`, all fields.
         """
-        known = keys_of(dataclass_type)
+        kinds = keys_of(dataclass_type)
         bare = (key for key in fields(dataclass_type) if key.default is key.default_factory is MISSING)
-        return self.keys(path, value, known, known if every else [key.name for key in bare])
+        return self.keys(path, value, kinds, kinds if every else [key.name for key in bare])
 
-    def require_document(self, document: Any, expected: str, what: str) -> None:
+    def require_document(self, document: Any, expected: str, noun: str) -> None:
         """Refuse a file of another kind; checked first, before its keys."""
         if type(document) is dict and document.get("document") != expected:
             came = show(document["document"]) if "document" in document else "nothing"
-            self.stop(f"this is no {what}: document must be {expected!r}, got {came}")
+            self.stop(f"this is no {noun}: document must be {expected!r}, got {came}")
 
     def version(self, document: Any, expected: int) -> None:
         """Refuse another version; checked before the other keys, which may differ in it."""
@@ -163,11 +163,11 @@ class Reader:
             if type(version) is not int or version != expected:
                 self.stop(f"version must be {expected}, which is what this bitplan reads, got {show(version)}")
 
-    def miss(self, what: str, expected: str) -> NoReturn:
-        self.stop(f"{what} is missing; it must be {expected}")
+    def miss(self, key: str, expected: str) -> NoReturn:
+        self.stop(f"{key} is missing; it must be {expected}")
 
-    def fail(self, what: str, expected: str, came: Any) -> NoReturn:
-        self.stop(f"{what} must be {expected}, got {show(came)}")
+    def fail(self, key: str, expected: str, came: Any) -> NoReturn:
+        self.stop(f"{key} must be {expected}, got {show(came)}")
 
     def stop(self, message: str) -> NoReturn:
         raise self.error(f"{self.where}: {short(message, _MESSAGE)}")
@@ -257,10 +257,10 @@ def show(value: Any) -> str:
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
 
 
-def load_bytes(path: str | Path, error: type[BitplanError], *, max_bytes: int, what: str = "JSON document") -> bytes:
+def load_bytes(path: str | Path, error: type[BitplanError], *, max_bytes: int, noun: str = "JSON document") -> bytes:
     """The bytes of a file; any failure to read it is an `error` of one line that names the file."""
     try:
-        return read_bytes(path, max_bytes=max_bytes, what=what)
+        return read_bytes(path, max_bytes=max_bytes, noun=noun)
     except (OSError, ValueError) as fault:
         raise reading_error(fault, path, error) from None
 

@@ -107,9 +107,9 @@ class Finding(NamedTuple):
     message: str
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """A hint for an unknown name: the closest known ones, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=3, cutoff=0.5)
+    close = difflib.get_close_matches(name, list(names), n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
@@ -118,7 +118,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """1 finding, 2 findings."""
+    """A number with its noun: 1 finding, 2 findings."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -100,12 +100,12 @@ def _contains(folder: os.stat_result, path: Path) -> bool:
         below = {Path(os.path.abspath(path)), Path(os.path.realpath(path))}
     except FileNotFoundError:  # this process runs in a folder that is gone
         return False
-    places = {place for name in below for place in (name, *name.parents)}
-    return any(status is not None and os.path.samestat(folder, status) for status in map(status_of, places))
+    folders = {ancestor for name in below for ancestor in (name, *name.parents)}
+    return any(status is not None and os.path.samestat(folder, status) for status in map(status_of, folders))
 
 
 def unfinished(path: Path) -> Path:
-    """Where work goes that will take the place of a folder, and that an interrupt must not lose: beside it."""
+    """The path, beside a folder, of work that will replace the folder and that an interrupt must not lose."""
     return path.with_name(f"{path.name}{UNFINISHED}")
 
 
@@ -120,7 +120,7 @@ def finish_folder(path: Path, goes: Collection[str]) -> None:
 
 @contextmanager
 def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder `.NAME-*` for this long; those that killed processes left are removed."""
+    """A folder `.NAME-*` for the length of the block; those that killed processes left are removed."""
     sweep(parent, rf"\.{re.escape(name)}-\w+")
     with _locked_folder(lambda: parent / f".{name}-{secrets.token_hex(6)}", parent) as scratch:
         yield scratch
@@ -146,7 +146,7 @@ def _exchange_for(new: Path, target: Path, replaces: Replaces) -> None:
 
     The user's files are in both folders at that moment, so that whichever is at `new` can go.
     """
-    held = _FolderLock(target)  # no other writer exchanges or sweeps it meanwhile
+    lock = _FolderLock(target)  # no other writer exchanges or sweeps it meanwhile
     try:
         goes = set(replaces(target, new))
         _carry_over(target, new, goes)
@@ -156,7 +156,7 @@ def _exchange_for(new: Path, target: Path, replaces: Replaces) -> None:
             _rename_both(new, target)
         _move_late(new, target, goes)
     finally:
-        held.close()
+        lock.close()
 
 
 def _exchanged(first: Path, second: Path) -> bool:
@@ -191,31 +191,31 @@ def _rename_both(new: Path, target: Path) -> None:
 
 
 def _carry_over(old: Path, new: Path, goes: Collection[str]) -> None:
-    """What the new folder does not have and does not replace, as links; a folder in both has the files of both."""
+    """Link what the old folder alone has into the new one, but for names in `goes`; folders in both are joined."""
     for entry in list(os.scandir(old)):
-        place, is_folder = new / entry.name, entry.is_dir(follow_symlinks=False)
-        if entry.name in goes and not os.path.lexists(place):
+        copy, is_folder = new / entry.name, entry.is_dir(follow_symlinks=False)
+        if entry.name in goes and not os.path.lexists(copy):
             continue
-        if is_folder and (place.is_dir() or not os.path.lexists(place)):
-            place.mkdir(exist_ok=True)
-            _carry_over(Path(entry), place, ())
-            shutil.copystat(entry, place)
-        elif os.path.lexists(place):
-            if entry.is_file(follow_symlinks=False) and place.is_file():
-                place.chmod(stat.S_IMODE(entry.stat().st_mode) & 0o777)
+        if is_folder and (copy.is_dir() or not os.path.lexists(copy)):
+            copy.mkdir(exist_ok=True)
+            _carry_over(Path(entry), copy, ())
+            shutil.copystat(entry, copy)
+        elif os.path.lexists(copy):
+            if entry.is_file(follow_symlinks=False) and copy.is_file():
+                copy.chmod(stat.S_IMODE(entry.stat().st_mode) & 0o777)
         else:
-            _link(Path(entry), place)
+            _link(Path(entry), copy)
 
 
-def _link(source: Path, place: Path) -> None:
+def _link(source: Path, target: Path) -> None:
     try:
-        os.link(source, place, follow_symlinks=False)
+        os.link(source, target, follow_symlinks=False)
     except (OSError, NotImplementedError):  # no links on this file system, or not to this user's files
-        shutil.copy2(source, place, follow_symlinks=False)
+        shutil.copy2(source, target, follow_symlinks=False)
 
 
 def _move_late(old: Path, new: Path, goes: Collection[str]) -> None:
-    """What a user put into the old folder after its files were taken over."""
+    """Move what a user put into the old folder after its files were taken over."""
     for entry in list(os.scandir(old)):
         if not os.path.lexists(new / entry.name) and entry.name not in goes:
             os.rename(entry, new / entry.name)
@@ -235,14 +235,14 @@ def _take_permissions(new: Path, target: Path) -> None:
 
 @contextmanager
 def _locked_folder(name: Callable[[], Path], target: Path) -> Iterator[Path]:
-    """A new folder of a name that is free; what lies there when the block ends goes."""
-    folder, held = name(), None
+    """A new folder of a free name, locked; it is removed with all in it when the block ends."""
+    folder, lock = name(), None
     try:
-        while held is None:
+        while lock is None:
             with named_after(target):
                 folder.mkdir()
             try:
-                held = _FolderLock(folder, wait=False)
+                lock = _FolderLock(folder, wait=False)
             except FileNotFoundError:  # another process swept it before it was locked
                 folder = name()
         yield folder
@@ -250,8 +250,8 @@ def _locked_folder(name: Callable[[], Path], target: Path) -> Iterator[Path]:
         with suppress(OSError):
             folder.chmod(stat.S_IRWXU)
         shutil.rmtree(folder, ignore_errors=True)  # what cannot be removed here the next write sweeps
-        if held is not None:
-            held.close()
+        if lock is not None:
+            lock.close()
 
 
 class _FolderLock:

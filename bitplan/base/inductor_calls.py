@@ -61,7 +61,7 @@ def call_returned(imports: str, function: str, inputs: Sequence[Any], size: Sequ
 def _matrix(
     kind: Any, imports: str, function: str, inputs: Sequence[Any], size: Sequence[Any], dtype: torch.dtype
 ) -> Any:
-    ready = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(given)) for given in inputs]
+    ready = [ir.ExternKernel.require_contiguous(ir.ExternKernel.realize_input(argument)) for argument in inputs]
     layout = ir.FixedLayout(ready[0].get_device(), dtype, list(size), [size[1], 1])
     node = kind(layout, ready, python_kernel_name=function)
     node.imports = imports
@@ -74,10 +74,10 @@ def call_operator(name: str) -> None:
     imports = "from bitplan.base.compiled_code import FUNCTIONS as bitplan_functions"
     node = type("_Operator", (_Operator,), {"imports": imports, "function": f"bitplan_functions[{name!r}]"})
 
-    def lower(*given: Any) -> Any:
+    def lower(*arguments: Any) -> Any:
         if for_cpp():
-            return fallback_handler(operator, add_to_fallback_set=False)(*given)
-        buffers = node.create(operator, *given)  # type: ignore[attr-defined]
+            return fallback_handler(operator, add_to_fallback_set=False)(*arguments)
+        buffers = node.create(operator, *arguments)  # type: ignore[attr-defined]
         for buffer in buffers:
             buffer.skip_size_stride_alignment_checks = True  # each takes the host a microsecond, in every call
         return [ir.TensorBox.create(buffer) for buffer in buffers]

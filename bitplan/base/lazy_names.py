@@ -30,10 +30,10 @@ def lazy_names(
     A name is looked up in its module each time, so that a test may replace it there.
     """
     module_of = _modules_of_names(package)
-    known = {*module_of, *parts}
+    names = {*module_of, *parts}
 
     def get(name: str) -> Any:
-        if name not in known:
+        if name not in names:
             if is_old_name(package, name):
                 return old_name(package, name)
             raise AttributeError(
@@ -44,7 +44,7 @@ def lazy_names(
         return importlib.import_module(f"{package}.{name}")
 
     def list_names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *known})
+        return sorted({*vars(sys.modules[package]), *names})
 
     elsewhere = set() if package == "bitplan" else _modules_of_names("bitplan").keys()
     return get, list_names, sorted({*module_of, *present} - elsewhere)

@@ -31,7 +31,7 @@ class JsonLog(Closing):
         path: str | Path,
         begins: bytes,
         *,
-        what: str,
+        noun: str,
         head: Mapping[str, Any] | None = None,
         error: type[BitplanError] = StoreError,
         may_lose_lines: bool = False,
@@ -39,7 +39,7 @@ class JsonLog(Closing):
         """Opens the file, so that a path that cannot be written is an error before the work.
 
         begins  the beginning of the first line of such a log; its numbers match any number
-        what    the name of this kind of log in errors, whose class is `error`
+        noun    the name of this kind of log in errors, whose class is `error`
         head    the first line, written where the file is new or empty
 
         may_lose_lines  for a run that must not stop for its log: a line that cannot be written is counted in
@@ -47,7 +47,7 @@ class JsonLog(Closing):
         """
         self.path = Path(path)
         self.lost_lines = 0
-        self._begins, self._what, self._head, self._error = begins, what, head, error
+        self._begins, self._noun, self._head, self._error = begins, noun, head, error
         self._may_lose_lines = may_lose_lines
         self._file: int | None = None
         self._closed = False
@@ -56,12 +56,12 @@ class JsonLog(Closing):
     def write_lines(self, *records: Mapping[str, Any]) -> None:
         """Append a line for each record, all of them in one write."""
         if self._closed:
-            raise self._error(f"{self.path}: the {self._what} is closed; open it again to write on")
+            raise self._error(f"{self.path}: the {self._noun} is closed; open it again to write on")
         lines = "".join(map(json_line, records)).encode()
         try:
             if self._file is None or not os.fstat(self._file).st_nlink:  # a deleted file would lose lines silently
                 if not self._may_lose_lines:
-                    raise self._error(f"{self.path}: the {self._what} was deleted while it was open; start it again")
+                    raise self._error(f"{self.path}: the {self._noun} was deleted while it was open; start it again")
                 self._close_file()
                 self._open()
             self._write(lines)
@@ -84,15 +84,15 @@ class JsonLog(Closing):
             raise self._error(str(refused)) from None
         except OSError as fault:
             raise self._error(
-                f"{self.path}: the {self._what} cannot be written: {fault.strerror or fault}; "
+                f"{self.path}: the {self._noun} cannot be written: {fault.strerror or fault}; "
                 "give a file in a folder that exists"
             ) from None
         with on_failure(self._close_file):
-            start, wanted = os.pread(self._file, 4 * len(self._begins), 0), _without_numbers(self._begins)
+            start, expected = os.pread(self._file, 4 * len(self._begins), 0), _without_numbers(self._begins)
             beginning = _without_numbers(start)
-            if beginning[: len(wanted)] != wanted[: len(beginning)]:
+            if beginning[: len(expected)] != expected[: len(beginning)]:
                 raise self._error(
-                    f"{self.path}: exists and is not a {self._what}; nothing was appended to it: give another name"
+                    f"{self.path}: exists and is not a {self._noun}; nothing was appended to it: give another name"
                 )
             _cut_torn_line(self._file)
             if self._head is not None and not os.fstat(self._file).st_size:

@@ -225,8 +225,8 @@ def keywords_in(kind: type, *, written: str = "") -> Callable[[Callable[Given, R
                 message = f"{name}({shown}) is {name}(options={written or kind.__name__}({shown})) now; "
                 warnings.warn(f"{message}the next version takes options alone", FutureWarning, stacklevel=2)
                 options: Any = kwargs.get("options") or kind()
-                given = kind(**options) if isinstance(options, Mapping) else options
-                kwargs["options"] = replace(given, **old)
+                chosen = kind(**options) if isinstance(options, Mapping) else options
+                kwargs["options"] = replace(chosen, **old)
             return function(*args, **kwargs)
 
         return call

@@ -199,9 +199,9 @@ def _named_if_full(error: OSError, target: Path, partial: os.stat_result | None)
         return error
     size = 0 if partial is None else partial.st_size
     written = size if partial is None else min(size, getattr(partial, "st_blocks", size) * 512)
-    wanted = f"{written:,} of {size:,} bytes" if written < size else f"{written:,} bytes of it"
+    progress = f"{written:,} of {size:,} bytes" if written < size else f"{written:,} bytes of it"
     free = shutil.disk_usage(target.parent).free
-    reason = f"{error.strerror} after {wanted}; {free:,} bytes are free there: make room or write elsewhere"
+    reason = f"{error.strerror} after {progress}; {free:,} bytes are free there: make room or write elsewhere"
     return OSError(error.errno, reason, str(target))
 
 
@@ -279,7 +279,7 @@ def write_json(path: str | Path, document: Any) -> None:
         file.write(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n")
 
 
-def read_bytes(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, what: str = "JSON document") -> bytes:
+def read_bytes(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, noun: str = "JSON document") -> bytes:
     """The bytes of a regular file, or of a pipe until its end; anything else is refused, and so is what is too long.
 
     A device has no end: /dev/zero would be read until the memory is full.
@@ -287,7 +287,7 @@ def read_bytes(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, what: str =
     status = os.stat(path)
     if stat.S_IFMT(status.st_mode) not in (stat.S_IFREG, stat.S_IFIFO):
         kind = KINDS.get(stat.S_IFMT(status.st_mode), "something else")
-        raise FileFormatError(f"{path}: is {kind}, and a {what} is read from a regular file or a pipe")
+        raise FileFormatError(f"{path}: is {kind}, and a {noun} is read from a regular file or a pipe")
     size = status.st_size
     if size <= max_bytes:
         with open(path, "rb") as file:
@@ -298,7 +298,7 @@ def read_bytes(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES, what: str =
                 size += len(pieces[-1])
     if size > max_bytes:
         count = f"{size} bytes is" if status.st_size > max_bytes else f"more than {max_bytes} bytes are"
-        raise FileFormatError(f"{path}: {count} too large for a {what} (limit {max_bytes})")
+        raise FileFormatError(f"{path}: {count} too large for a {noun} (limit {max_bytes})")
     return b"".join(pieces[:-1])
 
 
@@ -310,7 +310,7 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """The text of a file; a file that is not text is refused by name."""
     try:
-        text = read_bytes(path, max_bytes=max_bytes, what="text").decode()
+        text = read_bytes(path, max_bytes=max_bytes, noun="text").decode()
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path}: not UTF-8 text (byte {error.start}); give a plain text file") from None
     if not text.strip():

@@ -114,7 +114,7 @@ class KeptByStorage(dict[Hashable, Entry]):
         if not self:
             self._swept_at = 0
         if len(self) >= 2 * self._swept_at + self._least:
-            for old in [old for old, kept in self.items() if kept.storage.expired()]:
+            for old in [old for old, entry_of_old in self.items() if entry_of_old.storage.expired()]:
                 del self[old]
             self._swept_at = len(self)
         self[key] = entry

@@ -364,7 +364,7 @@ _LIBRARIES = {
 def is_card_of_ours(path: Path) -> bool:
     """Whether a README.md may be replaced: there is none, or bitplan wrote it."""
     try:
-        return not path.exists() or _BY_US in read_bytes(path, what="model card").decode(errors="replace")
+        return not path.exists() or _BY_US in read_bytes(path, noun="model card").decode(errors="replace")
     except BitplanError:
         return False
 
@@ -430,7 +430,7 @@ def _fields_of(card: Path) -> list[str]:
     """The lines of a model's own card that hold for what was made of it, as they are there."""
     if not card.is_file():
         return []
-    lines = read_bytes(card, what="model card").decode(errors="replace").splitlines()
+    lines = read_bytes(card, noun="model card").decode(errors="replace").splitlines()
     if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
         return []
     kept, is_wanted = [], False

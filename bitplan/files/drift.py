@@ -114,7 +114,7 @@ class DriftLog(JsonLog):
     """A JSONL file that lines are appended to; a context manager, or `close()` it. Opening makes the file."""
 
     def __init__(self, path: str | Path) -> None:
-        super().__init__(path, _BEGINS, what="drift log")
+        super().__init__(path, _BEGINS, noun="drift log")
 
     def write(self, *rows: DriftRow) -> None:
         """Append a line for each row; they are in the file when this returns."""
@@ -130,7 +130,7 @@ class DriftLog(JsonLog):
     def read(path: str | Path) -> list[dict[str, Any]]:
         """The lines of a log; a torn last line is skipped, another that is no JSON is an error with its number."""
         rows = []
-        for number, line in enumerate(read_bytes(path, max_bytes=MAX_LOG_BYTES, what="drift log").split(b"\n")[:-1], 1):
+        for number, line in enumerate(read_bytes(path, max_bytes=MAX_LOG_BYTES, noun="drift log").split(b"\n")[:-1], 1):
             where = f"{path}: line {number}"
             reader = Reader(where, FileFormatError, strict=False)
             rows.append(reader.keys("", parse_json(line, where=where), _READ_KEYS, _READ_KEYS))

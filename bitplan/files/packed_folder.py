@@ -201,7 +201,7 @@ def plan_path(folder: Path, config: Mapping[str, Any] | None = None) -> Path:
     path = folder / name
     if Path(name).name != name or not os.path.isfile(path):  # a Path raises for names that are too long
         raise FileFormatError(f"{where}: the plan {name[:80]!r} is not in the folder; copy or quantize it again")
-    if hashlib.sha256(read_bytes(path, what="plan")).hexdigest() != settings["plan_sha256"]:
+    if hashlib.sha256(read_bytes(path, noun="plan")).hexdigest() != settings["plan_sha256"]:
         raise FileFormatError(
             f"{path}: is not the plan by which this folder was packed (its sha256 differs from {CONFIG}'s); "
             "copy or quantize the folder again"

@@ -73,10 +73,10 @@ def encode(
         return encode_opaque(fmt, shape, matrix, importance)
     zero = base_part = None
     if fmt.zero_point:
-        wanted, zero = choose_affine(fmt, matrix, rule, percentile, importance, scale, zero_point)
+        exact_scales, zero = choose_affine(fmt, matrix, rule, percentile, importance, scale, zero_point)
     else:
-        wanted, base_part = choose_scales(fmt, matrix, rule, percentile, importance, scale, base)
-    encoded = encode_with_scales(fmt, shape, matrix, wanted, base_part, zero)
+        exact_scales, base_part = choose_scales(fmt, matrix, rule, percentile, importance, scale, base)
+    encoded = encode_with_scales(fmt, shape, matrix, exact_scales, base_part, zero)
     check_scales(encoded, name)
     return encoded
 
@@ -93,19 +93,19 @@ def readable(x: Tensor, name: str) -> Tensor:
 
 
 def encode_with_scales(
-    fmt: Format, shape: tuple[int, ...], matrix: Tensor, wanted: Tensor, base: Tensor | None, zero: Tensor | None
+    fmt: Format, shape: tuple[int, ...], matrix: Tensor, exact_scales: Tensor, base: Tensor | None, zero: Tensor | None
 ) -> Encoded:
     """Quantize a matrix against scales already chosen, one per block of the grid."""
     assert fmt.scales is not None
     parts = fmt.part_shapes(shape)
     rows, cols = matrix.shape
     data = torch.empty((rows, fmt.data_cols(cols)), dtype=fmt.storage, device=matrix.device)
-    stored = torch.empty(wanted.shape, dtype=fmt.scales.dtype, device=matrix.device)
+    stored = torch.empty(exact_scales.shape, dtype=fmt.scales.dtype, device=matrix.device)
     if not matrix.numel():  # there is no tile, but an empty tensor still has its scale
-        stored.copy_(fmt.scales.store(wanted, base))
+        stored.copy_(fmt.scales.store(exact_scales, base))
     for tile in tiles(fmt, rows, cols, matrix.device):
         blocks = to_blocks(fmt, matrix[tile].to(fmt.work))
-        codes, block_scales = fmt.quantize(blocks, tile_of_grid(fmt, wanted, tile).reshape(-1), base, zero)
+        codes, block_scales = fmt.quantize(blocks, tile_of_grid(fmt, exact_scales, tile).reshape(-1), base, zero)
         tile_of_grid(fmt, stored, tile).view(-1).copy_(block_scales)
         height = matrix[tile].shape[0]
         if fmt.packing is None:
@@ -218,8 +218,8 @@ def check_cast_options(
     """Let a plain cast accept a scale rule, since a model's tensors are encoded with one rule, but no scales."""
     if rule is not None and rule not in SCALE_RULES:
         raise FormatError(f"{name}: no scale rule {rule!r}; use one of {', '.join(SCALE_RULES)}")
-    given = {"scale": scale, "zero_point": zero_point, "base": base}
-    unused = [f"`{option}`" for option, value in given.items() if value is not None]
+    options = {"scale": scale, "zero_point": zero_point, "base": base}
+    unused = [f"`{option}`" for option, value in options.items() if value is not None]
     if unused:
         raise FormatError(f"{name}: {fmt.name} is a plain cast and takes no {' and '.join(unused)}")
 
@@ -231,8 +231,8 @@ def check_importance(fmt: Format, importance: Tensor, rule: ScaleRule, shape: tu
     columns = {math.prod(shape[-1:]), math.prod(shape[1:])}  # of the matrix, or of a convolution kernel as a matrix
     fitting = sorted(count for count in columns if count == cols or (count and cols % count == 0))
     if importance.numel() not in fitting:
-        wanted = " or ".join(map(str, fitting))
-        raise FormatError(f"{name}: `importance` needs one weight per column ({wanted}), got {importance.numel()}")
+        counts = " or ".join(map(str, fitting))
+        raise FormatError(f"{name}: `importance` needs one weight per column ({counts}), got {importance.numel()}")
     if not bool((importance >= 0).all()) or not bool(importance.isfinite().all()):
         raise FormatError(f"{name}: `importance` must be finite and not below zero")
 

@@ -3,18 +3,14 @@
 A tensor is cut into pieces of whole blocks, several for each thread. The loops work on float32 only: other types are
 cast in a buffer that stays in the cache, a run of blocks at a time. Importing this module imports numba.
 
-CPU decoders: codes times their block's scale, equal to `bitplan.formats.decode` bit for bit.
+Decoders multiply codes by their block's scale, equal to `bitplan.formats.decode` bit for bit. Arrays are flat: items of
+data, one float32 scale per block (widened before as the format says), float32 numbers; blocks lie one after another.
 
-Arrays are flat: items of data, one float32 scale per block, float32 numbers; blocks lie one after another. Scales come
-as float32: `cpu_codec` widens them as the format says.
-
-CPU encoders: each is one pass over memory, equal to `bitplan.formats.encode` bit for bit.
-
-Numbers come as their float32 words in a flat uint32 array, blocks one after another. A strip of blocks is read from
-memory once and from the L1 cache twice: for the largest magnitudes, then, with the scales known, for the codes. The
-iterations of each loop are independent, which keeps the vector units busy; a single loop would wait for its own
-results. Every encoder returns the largest magnitude it saw, as a word: NOT_FINITE or more is an infinity or a NaN, and
-then the output is meaningless.
+Encoders make one pass over memory, and are equal to `bitplan.formats.encode` bit for bit. Numbers come as their float32
+words in a flat uint32 array, blocks one after another. A strip of blocks is read from memory once and from the L1 cache
+twice: for the largest magnitudes, then, with the scales known, for the codes. The iterations of each loop are
+independent, which keeps the vector units busy; a single loop would wait for its own results. Every encoder returns the
+largest magnitude it saw, as a word: NOT_FINITE or more is an infinity or a NaN, and then the output is meaningless.
 
 Rounding uses no conversion instructions (a quarter of an addition's speed on Neoverse): adding a large constant leaves
 the rounded number in the low bits of the sum, by the hardware's own rounding to nearest even.
@@ -206,9 +202,9 @@ def encode_q8_0_gguf(words, data, scales):
         strip = scales[first : first + STRIP]
         worst = max(worst, _block_tops(words, first, tops[: strip.size]))
         for i in range(strip.size):
-            wanted = F32(as_float(tops[i]) / F32(127))
-            strip[i] = _float16(_as_word(wanted))
-            inverses[i] = reciprocal_of(flush_small(wanted))
+            exact_scale = F32(as_float(tops[i]) / F32(127))
+            strip[i] = _float16(_as_word(exact_scale))
+            inverses[i] = reciprocal_of(flush_small(exact_scale))
         for i in range(strip.size):
             _prefetch_block(words, 32 * (first + i) + AHEAD)
             store(data, 32 * (first + i), half_away(view(load(words, 32 * (first + i), 32), F32) * inverses[i]))
@@ -462,9 +458,9 @@ def decode_by_table(data, scales, out, table):
 
 
 @compiled
-def take(table, places, out):
-    for i in range(places.size):
-        out[i] = table[places[i]]
+def take(table, indices, out):
+    for i in range(indices.size):
+        out[i] = table[indices[i]]
 
 
 # ---- blocks of 32: bytes, or nibbles in 16 bytes -------------------------------------------------------------------
@@ -546,18 +542,18 @@ def decode_gguf_blocks(raw, scales, lows, planes, first_code, table, group, numb
                         at = (chunk * lanes + lane) * run + k
                         part = ((load(raw, first + chunk * run + k, 16) >> (bits * lane)) & mask) << shift
                         store(codes, at, load(codes, at, 16) | part if plane else part)
-        for place in range(block * groups, (block + 1) * groups):
-            at = (place - block * groups) * group
+        for group_at in range(block * groups, (block + 1) * groups):
+            at = (group_at - block * groups) * group
             for k in range(0, group, 16):
-                target = place * group + k
+                target = group_at * group + k
                 if table is None:
                     values = to_float(widen(load(codes, at + k, 16), I32), F32) + first_code
                 else:
                     for one in range(16):
                         out[target + one] = table[codes[at + k + one]]
                     values = load(out, target, 16)
-                values = values * scales[place]
-                store(out, target, values if lows is None else values + lows[place])
+                values = values * scales[group_at]
+                store(out, target, values if lows is None else values + lows[group_at])
 
 
 @inlined
@@ -788,8 +784,8 @@ def _planes(name: str) -> Array:
     """[planes, 4], as `decode_gguf_blocks` takes them."""
     layout, rows, shift = LAYOUTS[name], [], 0
     firsts = dict(zip((part for part, _ in layout.parts), _starts([size for _, size in layout.parts]), strict=True))
-    for place, plane in enumerate(layout.planes):
-        rows.append((firsts[f"plane{place}"], plane.bits, plane.run, shift))
+    for index, plane in enumerate(layout.planes):
+        rows.append((firsts[f"plane{index}"], plane.bits, plane.run, shift))
         shift += plane.bits
     return np.array(rows, np.int64)
 
@@ -832,8 +828,8 @@ def _load_scales(words: Array, table: Array | None) -> Array:
 
 def _pieces(count: int, size: int) -> list[slice]:
     """`count` blocks of `size` numbers, cut for the threads."""
-    wanted = min(PIECES_PER_THREAD * torch.get_num_threads(), count * size // SMALLEST_PIECE)
-    step = -(-count // max(1, wanted))
+    count_of_pieces = min(PIECES_PER_THREAD * torch.get_num_threads(), count * size // SMALLEST_PIECE)
+    step = -(-count // max(1, count_of_pieces))
     return [slice(start, min(start + step, count)) for start in range(0, count, max(1, step))]
 
 

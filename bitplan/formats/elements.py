@@ -131,8 +131,8 @@ class HalfAwayElement(IntegerElement):
     """Whole numbers with ties away from zero, as C's roundf and Go's math.Round."""
 
     def round(self, scaled: Tensor) -> Tensor:
-        whole = scaled.trunc()
-        ties_out = whole + (scaled - whole).abs().ge(0.5) * scaled.sign()
+        truncated = scaled.trunc()
+        ties_out = truncated + (scaled - truncated).abs().ge(0.5) * scaled.sign()
         return exact_integers(ties_out, self.low, self.high, self.codes)
 
 
@@ -182,19 +182,21 @@ class TorchFloat8Element(Element):
         return codes.to(dtype)
 
 
-def exact_integers(whole: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
-    """Cast whole floats to integers, saturating at `low` and `high` even where a float cannot hold them."""
+def exact_integers(numbers: Tensor, low: int, high: int, dtype: torch.dtype) -> Tensor:
+    """Cast floats that are integers, saturating at `low` and `high` even where a float cannot hold them."""
     import torch
 
     if dtype == torch.uint64:  # torch casts doubles through int64: shift the upper half into its range and back
-        upper = whole >= 2.0**63
-        shifted = torch.where(upper, whole - 2.0**64, whole.clamp(min=0.0)).clamp(-(2.0**63), 2.0**63 - 1024)
-        codes = torch.where(whole >= 2.0**64, -1, shifted.to(torch.int64))
+        upper = numbers >= 2.0**63
+        shifted = torch.where(upper, numbers - 2.0**64, numbers.clamp(min=0.0)).clamp(-(2.0**63), 2.0**63 - 1024)
+        codes = torch.where(numbers >= 2.0**64, -1, shifted.to(torch.int64))
         return codes.view(torch.uint64)
     if dtype == torch.int64:
-        codes = whole.clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
-        return torch.where(whole >= 2.0**63, high, codes)
-    return whole.to(torch.float64 if high > 2**24 else whole.dtype).clamp(low, high).to(_cast_through(dtype)).to(dtype)
+        codes = numbers.clamp(-(2.0**63), 2.0**63 - 1024).to(torch.int64)
+        return torch.where(numbers >= 2.0**63, high, codes)
+    return (
+        numbers.to(torch.float64 if high > 2**24 else numbers.dtype).clamp(low, high).to(_cast_through(dtype)).to(dtype)
+    )
 
 
 def integers_as_floats(codes: Tensor, dtype: torch.dtype) -> Tensor:

@@ -119,14 +119,14 @@ class Format:
         return scale_of_limit(limit, self.element.limit)
 
     def quantize(
-        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+        self, blocks: Tensor, exact_scales: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Turn [B, g] numbers into codes: given the [B] scales wanted, return [B, g] codes and [B] scales as stored."""
+        """Turn [B, g] numbers into codes: given [B] exact scales, return [B, g] codes and [B] scales as stored."""
         import torch
 
         assert self.element is not None
         assert self.scales is not None
-        stored = self.scales.store(wanted, base)
+        stored = self.scales.store(exact_scales, base)
         column = self.scales.load(stored, base).unsqueeze(-1)
         if self.element.is_sign and zero_point is None:  # a quotient of the smallest numbers would be zero
             return self.element.round(torch.where(column == 0, 0.0, blocks)), stored

@@ -11,7 +11,7 @@
 | int8_static@SCALE | this one, for all tokens, measured before | ties to even; larger numbers become 127 | |
 
 Scales are taken from the numbers themselves (dynamic), but the last one's, which calibration measured (static):
-`int8_static` without a scale is a wish that `with_scale` fulfils, and rounds nothing yet.
+`int8_static` without a scale rounds nothing: `with_scale` adds the scale that calibration measured.
 
 q8_0_gguf is llama.cpp's `quantize_row_q8_0_ref`. Its code for AVX and Neon multiplies by 127 / max instead of the
 reciprocal of max / 127, and rounds ties to even, so one code in some thousands differs by one step. With weights that
@@ -50,11 +50,11 @@ def input_format(name: str | None, where: str = "inputs") -> str | None:
     """The format's name, for a name that a user gave; None for "keep": inputs stay as they are."""
     if name is None or name == KEEP:
         return None
-    known = _SHORT.get(name, name) if isinstance(name, str) else name
-    if known in INPUT_FORMATS:
-        return known
-    if isinstance(known, str) and known.startswith(f"{STATIC}@"):
-        return with_scale(_scale_in(known, where))
+    full_name = _SHORT.get(name, name) if isinstance(name, str) else name
+    if full_name in INPUT_FORMATS:
+        return full_name
+    if isinstance(full_name, str) and full_name.startswith(f"{STATIC}@"):
+        return with_scale(_scale_in(full_name, where))
     names = (KEEP, *_SHORT, *INPUT_FORMATS)
     hint = did_you_mean(str(name), names)
     raise FormatError(f"{where}: no format of inputs {name!r:.60}; there are {', '.join(names)}{hint}")

@@ -102,48 +102,48 @@ def requantize(
         step, zero = choose_affine(fmt, matrix, rule, percentile, None, None, None)
         again, counts = _requantize_affine(encoded, matrix, step, zero)
     else:
-        wanted, base = choose_scales(fmt, matrix, rule, percentile, None, None, None)
-        again, counts = _requantize_blocks(encoded, matrix, wanted, base)
+        exact_scales, base = choose_scales(fmt, matrix, rule, percentile, None, None, None)
+        again, counts = _requantize_blocks(encoded, matrix, exact_scales, base)
     check_scales(again, name)
     return again, counts
 
 
 def _requantize_blocks(
-    encoded: Encoded, matrix: Tensor, wanted: Tensor, fresh_base: Tensor | None
+    encoded: Encoded, matrix: Tensor, exact_scales: Tensor, fresh_base: Tensor | None
 ) -> tuple[Encoded, DriftCounts]:
     fmt = encoded.fmt
     assert fmt.scales is not None
     assert encoded.scales is not None
-    held = encoded.scales.reshape(wanted.shape)
-    stored = fmt.scales.load(held, encoded.base).to(fmt.work)
-    saturated, underflowed = _misfits(fmt, wanted, stored)
+    before = encoded.scales.reshape(exact_scales.shape)
+    stored = fmt.scales.load(before, encoded.base).to(fmt.work)
+    saturated, underflowed = _misfits(fmt, exact_scales, stored)
     base, moves = encoded.base, torch.zeros((), dtype=torch.bool, device=matrix.device)
     if isinstance(fmt.scales, BasedScales):
         assert fresh_base is not None
         assert base is not None
-        moves = _base_moves(fmt, fmt.scales, wanted, base, fresh_base)
+        moves = _base_moves(fmt, fmt.scales, exact_scales, base, fresh_base)
         base = torch.where(moves, fresh_base, base)
-    changed = _bits(fmt.scales.store(wanted, base)) != _bits(held)
+    changed = _bits(fmt.scales.store(exact_scales, base)) != _bits(before)
     rebased = ((saturated | underflowed) & changed) | moves
     # If the stored scale would be the same, take the fresh scale before storage: GGUF computes codes from it.
-    used = torch.where(rebased | ~changed, wanted, stored)
+    used = torch.where(rebased | ~changed, exact_scales, stored)
     again = encode_with_scales(fmt, encoded.shape, matrix, used, base, None)
     counts = torch.stack([saturated.sum(), underflowed.sum(), rebased.sum(), moves.long()]).tolist()
-    return again, DriftCounts(wanted.numel(), counts[0], counts[1], counts[2], bool(counts[3]))
+    return again, DriftCounts(exact_scales.numel(), counts[0], counts[1], counts[2], bool(counts[3]))
 
 
-def _misfits(fmt: Format, wanted: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
+def _misfits(fmt: Format, exact_scales: Tensor, stored: Tensor) -> tuple[Tensor, Tensor]:
     """Which kept scales no longer fit: too small for the numbers, and too large. NaN counts as too small."""
     assert fmt.element is not None
     reach = _reach(fmt)
     room: Tensor | float = reach
     if fmt.element.clip_high < fmt.element.limit:  # Q4_0 gives its extreme code -8; code 7 has less room
-        flipped = torch.signbit(wanted) != torch.signbit(stored)
+        flipped = torch.signbit(exact_scales) != torch.signbit(stored)
         room = torch.where(flipped, fmt.element.clip_high / fmt.element.limit, reach)
-    saturated = ~(wanted.abs() <= stored.abs() * room)
-    underflowed = wanted.abs() * SHRINK < stored.abs()
+    saturated = ~(exact_scales.abs() <= stored.abs() * room)
+    underflowed = exact_scales.abs() * SHRINK < stored.abs()
     if not isinstance(fmt.element, BinaryElement):
-        underflowed &= wanted != 0
+        underflowed &= exact_scales != 0
     return saturated, underflowed & ~saturated
 
 
@@ -158,11 +158,11 @@ def _reach(fmt: Format) -> float:
     return (fmt.element.clip_high if on_high else -fmt.element.clip_low) / fmt.element.limit
 
 
-def _base_moves(fmt: Format, scales: BasedScales, wanted: Tensor, base: Tensor, fresh_base: Tensor) -> Tensor:
+def _base_moves(fmt: Format, scales: BasedScales, exact_scales: Tensor, base: Tensor, fresh_base: Tensor) -> Tensor:
     """Whether the base of the tensor must be chosen again, as a flag on the device."""
     overflows = ~(fresh_base <= base * _reach(fmt))
-    stored = scales.load(scales.store(wanted, base), base)
-    lost = (wanted > 0) & ((stored == 0) | (stored > SHRINK * wanted))
+    stored = scales.load(scales.store(exact_scales, base), base)
+    lost = (exact_scales > 0) & ((stored == 0) | (stored > SHRINK * exact_scales))
     return overflows | (lost.any() & (fresh_base * SHRINK <= base))
 
 

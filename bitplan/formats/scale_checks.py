@@ -149,9 +149,9 @@ def _edges(fmt: Format, scales: Tensor) -> tuple[int, int, Tensor]:
         return 0, 255 if isinstance(fmt.scales, BasedScales) else E8M0_NAN - 1, scales
     if scales.dtype == torch.float8_e4m3fn:
         return 0, _FLOAT8_LARGEST[scales.dtype], scales.view(torch.uint8) & 0x7F
-    whole = {2: torch.int16, 4: torch.int32, 8: torch.int64}[scales.itemsize]
-    magnitudes = scales.view(whole) & torch.iinfo(whole).max
-    infinity = int(torch.tensor(torch.inf, dtype=scales.dtype).view(whole))
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}[scales.itemsize]
+    magnitudes = scales.view(integers) & torch.iinfo(integers).max
+    infinity = int(torch.tensor(torch.inf, dtype=scales.dtype).view(integers))
     return int(fmt.element.limit) if scales.dtype == torch.float16 else 0, infinity, magnitudes
 
 

@@ -1,6 +1,6 @@
-"""Choosing scales: a rule applied to every block of a matrix, tile by tile.
+"""Chooses scales: applies a rule to every block of a matrix, tile by tile.
 
-The results are *wanted* scales, one per block of the grid; `Format.quantize` rounds them to the stored type.
+The results are exact scales, one per block of the grid; `Format.quantize` rounds them to the stored type.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ def choose_scales(
     scale: float | Tensor | None,
     base: float | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scales wanted [down, across], and the base factor if the format has one."""
+    """Exact scales [down, across], not yet rounded to how they are stored, and the base factor if there is one."""
     if scale is not None:
-        wanted = _explicit(fmt, matrix, scale)
+        exact_scales = _explicit(fmt, matrix, scale)
     else:
-        wanted = fmt.scale_for(_limits(fmt, matrix, "absmax" if rule == "mse" else rule, percentile))
+        exact_scales = fmt.scale_for(_limits(fmt, matrix, "absmax" if rule == "mse" else rule, percentile))
     base_part = None
     if isinstance(fmt.scales, BasedScales):
-        largest = wanted.amax() if wanted.numel() else wanted.new_zeros(())
-        base_part = fmt.scales.base_for(largest) if base is None else wanted.new_tensor(base)
+        largest = exact_scales.amax() if exact_scales.numel() else exact_scales.new_zeros(())
+        base_part = fmt.scales.base_for(largest) if base is None else exact_scales.new_tensor(base)
     if rule == "mse" and scale is None:
-        wanted = _search(fmt, matrix, wanted, base_part, importance)
-    return wanted, base_part
+        exact_scales = _search(fmt, matrix, exact_scales, base_part, importance)
+    return exact_scales, base_part
 
 
 def choose_affine(
@@ -101,12 +101,14 @@ def _limits(fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float) -> 
     return limits
 
 
-def _search(fmt: Format, matrix: Tensor, wanted: Tensor, base: Tensor | None, importance: Tensor | None) -> Tensor:
+def _search(
+    fmt: Format, matrix: Tensor, exact_scales: Tensor, base: Tensor | None, importance: Tensor | None
+) -> Tensor:
     """For each block, the multiple of its absmax scale with the least (weighted) squared error."""
-    best_error = torch.full(wanted.shape, torch.inf, dtype=torch.float64, device=wanted.device)
-    best = wanted.clone()
+    best_error = torch.full(exact_scales.shape, torch.inf, dtype=torch.float64, device=exact_scales.device)
+    best = exact_scales.clone()
     for multiple in fmt.mse_multiples:
-        candidate = wanted * multiple
+        candidate = exact_scales * multiple
         error = _squared_error(fmt, matrix, candidate, base, None, importance)
         better = error < best_error
         best_error = torch.where(better, error, best_error)
@@ -130,17 +132,17 @@ def _search_range(
 def _squared_error(
     fmt: Format,
     matrix: Tensor,
-    wanted: Tensor,
+    exact_scales: Tensor,
     base: Tensor | None,
     zero_point: Tensor | None,
     importance: Tensor | None,
 ) -> Tensor:
     """Per block [down, across]: the squared error if these scales were used."""
     assert fmt.scales is not None
-    errors = torch.zeros(wanted.shape, dtype=torch.float64, device=wanted.device)
+    errors = torch.zeros(exact_scales.shape, dtype=torch.float64, device=exact_scales.device)
     for tile in tiles(fmt, *matrix.shape):
         blocks = to_blocks(fmt, matrix[tile].to(fmt.work))
-        codes, stored = fmt.quantize(blocks, tile_of_grid(fmt, wanted, tile).reshape(-1), base, zero_point)
+        codes, stored = fmt.quantize(blocks, tile_of_grid(fmt, exact_scales, tile).reshape(-1), base, zero_point)
         values = fmt.dequantize(codes, fmt.scales.load(stored, base), zero_point)
         squared = (values - blocks).double().square()
         if importance is not None:
@@ -151,19 +153,19 @@ def _squared_error(
 
 def _columns(importance: Tensor, cols_at: slice, piece: Tensor) -> Tensor:
     """The weight of every number of a tile; where rows are flattened, columns repeat."""
-    places = torch.arange(cols_at.start, cols_at.stop, device=piece.device) % importance.numel()
-    return importance.to(piece.device).double()[places].expand(piece.shape)
+    columns = torch.arange(cols_at.start, cols_at.stop, device=piece.device) % importance.numel()
+    return importance.to(piece.device).double()[columns].expand(piece.shape)
 
 
 def _explicit(fmt: Format, matrix: Tensor, scale: float | Tensor) -> Tensor:
     down, across = fmt.grid(tuple(matrix.shape))
-    given = torch.as_tensor(scale, dtype=fmt.work, device=matrix.device).detach()
-    if given.numel() not in (1, down * across):
+    scales = torch.as_tensor(scale, dtype=fmt.work, device=matrix.device).detach()
+    if scales.numel() not in (1, down * across):
         raise FormatError(
-            f"{fmt.name}: `scale` must be one number or one per block ({down * across}), got {given.numel()}"
+            f"{fmt.name}: `scale` must be one number or one per block ({down * across}), got {scales.numel()}"
         )
-    if not bool(torch.isfinite(given).all()) or bool((given <= 0).any()):
+    if not bool(torch.isfinite(scales).all()) or bool((scales <= 0).any()):
         raise FormatError(f"{fmt.name}: `scale` must be finite and above zero")
-    if fmt.power_of_two_scales and bool((torch.frexp(given).mantissa != 0.5).any()):
+    if fmt.power_of_two_scales and bool((torch.frexp(scales).mantissa != 0.5).any()):
         raise FormatError(f"{fmt.name}: `scale` must be a power of two, which is all its scales can be")
-    return given.reshape(1, 1).expand(down, across) if given.numel() == 1 else given.reshape(down, across)
+    return scales.reshape(1, 1).expand(down, across) if scales.numel() == 1 else scales.reshape(down, across)

@@ -110,7 +110,7 @@ def divided(x: Tensor, number: float) -> Tensor:
 
 
 def power_of_two_scale(limit: Tensor, largest_code: float) -> Tensor:
-    """OCP Microscaling's rule: 2^(floor(log2 limit) - floor(log2 largest code)); ggml's own is in `ggml_encoders`."""
+    """OCP Microscaling's rule: 2^(floor(log2 limit) - floor(log2 largest code)); ggml's own is `GgufMxfp4`'s."""
     import torch
 
     exponent = torch.frexp(limit).exponent - math.frexp(largest_code)[1]

@@ -459,7 +459,7 @@ def find_policy(written: str, beside: str | Path) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        return load_bytes(path, ModelConfigError, max_bytes=4 * MAX_YAML_CHARACTERS, what="model's YAML").decode()
+        return load_bytes(path, ModelConfigError, max_bytes=4 * MAX_YAML_CHARACTERS, noun="model's YAML").decode()
     except UnicodeDecodeError:
         raise ModelConfigError(f"{path}: not UTF-8 text, so not a model's YAML") from None
 

@@ -1,4 +1,4 @@
-"""apply_plan: rewrites a model by a plan, and reports what was changed and why.
+"""Rewrites a model by a plan (`apply_plan`), and reports what was changed and why.
 
 Everything is decided before anything is built: every name, shape, tie and layer is checked first, and one error lists
 all faults. Then every weight is packed beside the model, and the model changes only when all of them are packed. A
@@ -63,61 +63,65 @@ from bitplan.plan.structure.parameters import NamedParameter, named_parameters_o
 
 
 def meeting_faults(
-    places: Mapping[str, NamedParameter], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
+    parameters: Mapping[str, NamedParameter], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
 ) -> list[str]:
     """The clashes of a forward after the plan. `casts` and `packed` hold ids of parameters."""
 
     def after(tensor: Tensor) -> torch.dtype:
         return casts.get(id(tensor), tensor.dtype)
 
-    replaced = {id(place.module) for place in places.values() if id(place.parameter) in packed}
-    unchanged = {name: place for name, place in places.items() if id(place.module) not in replaced}
+    replaced = {id(named.module) for named in parameters.values() if id(named.parameter) in packed}
+    unchanged = {name: named for name, named in parameters.items() if id(named.module) not in replaced}
     products = {
-        name: place.parameter
-        for name, place in unchanged.items()
-        if isinstance(place.module, nn.Linear | _ConvNd) and place.local == "weight"
+        name: named.parameter
+        for name, named in unchanged.items()
+        if isinstance(named.module, nn.Linear | _ConvNd) and named.local == "weight"
     }
     if not products or not casts:
         return []
-    wanted = Counter(after(weight) for weight in products.values()).most_common(1)[0][0]
-    takes = next(name for name, weight in products.items() if after(weight) == wanted)
+    common = Counter(after(weight) for weight in products.values()).most_common(1)[0][0]
+    takes = next(name for name, weight in products.items() if after(weight) == common)
     faults = []
-    for name, place in unchanged.items():
-        given = _given(place, after, wanted)
-        was = _given(place, lambda tensor: tensor.dtype, products[takes].dtype)
-        if given is None or given == wanted or (was is not None and was != products[takes].dtype):
+    for name, named in unchanged.items():
+        outgoing = _output_type(named, after, common)
+        was = _output_type(named, lambda tensor: tensor.dtype, products[takes].dtype)
+        if outgoing is None or outgoing == common or (was is not None and was != products[takes].dtype):
             continue
         faults.append(
-            f"{name} would be {_named(after(place.parameter))} ({_reason(plan, name)}) and meet {takes}, "
-            f"{_named(wanted)} ({_reason(plan, takes)}), which takes no other type: change one of the two rules"
+            f"{name} would be {_short(after(named.parameter))} ({_reason(plan, name)}) and meet {takes}, "
+            f"{_short(common)} ({_reason(plan, takes)}), which takes no other type: change one of the two rules"
         )
     return faults
 
 
-def _given(place: NamedParameter, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype) -> torch.dtype | None:
+def _output_type(
+    named: NamedParameter, after: Callable[[Tensor], torch.dtype], incoming: torch.dtype
+) -> torch.dtype | None:
     """The type of the output of a parameter's module for this input; None where the parameter does not decide it."""
-    dtype = after(place.parameter)
-    module = place.module
+    dtype = after(named.parameter)
+    module = named.module
     if not dtype.is_floating_point:
         return None
     if isinstance(module, nn.Linear | _ConvNd | nn.Embedding):
         return dtype
-    is_factor = place.local == "weight" and place.parameter.dim() == 1
+    is_factor = named.local == "weight" and named.parameter.dim() == 1
     if not is_factor or dtype == incoming or not is_norm(module):
         return None
-    return _tried(module, {name: after(own) for name, own in _floats(module)}, incoming)
+    return _tried(module, {name: after(parameter) for name, parameter in _floats(module)}, incoming)
 
 
 def _floats(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    return ((name, own) for name, own in module.named_parameters(recurse=False) if own.is_floating_point())
+    return (
+        (name, parameter) for name, parameter in module.named_parameters(recurse=False) if parameter.is_floating_point()
+    )
 
 
 def _tried(module: nn.Module, types: Mapping[str, torch.dtype], incoming: torch.dtype) -> torch.dtype:
     """The type of a norm's output; the type of its weight where the norm refuses the mixture of types."""
     trial = copy.deepcopy(module)
-    for name, own in _floats(trial):
-        own.data = own.data.to(types[name])
-    weight = next(own for _, own in _floats(trial))
+    for name, parameter in _floats(trial):
+        parameter.data = parameter.data.to(types[name])
+    weight = next(parameter for _, parameter in _floats(trial))
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that a mixture is slow
@@ -131,7 +135,7 @@ def _reason(plan: Plan, name: str) -> str:
     return plan[name].reason if name in plan else "not in the plan"
 
 
-def _named(dtype: torch.dtype) -> str:
+def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
@@ -217,9 +221,9 @@ def apply_plan(
     """
     check_strategy(strategy, "apply_plan")
     set_inputs({}, inputs, "apply_plan")  # refuses an unknown name before anything is read
-    for option, value, known in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
-        if value not in known:
-            raise ApplyError(f"{option} must be {' or '.join(map(repr, known))}, got {value!r}")
+    for option, value, values in (("match", match, MATCHES), ("unsupported", unsupported, UNSUPPORTED)):
+        if value not in values:
+            raise ApplyError(f"{option} must be {' or '.join(map(repr, values))}, got {value!r}")
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"apply_plan(model, plan): model must be a torch.nn.Module, got a {type(model).__name__}")
     if any(isinstance(module, Morphed) for module in model.modules()):
@@ -232,16 +236,16 @@ def apply_plan(
     plan, kv = split_kv(plan)
     decided = _decide(plan, tensors, match, unsupported)
     _check_meetings(tensors, decided, plan)
-    made = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
+    packed_layers = _pack(decided, strategy, cache, {"scale_rule": scale_rule, "pad": pad or plan.pad})
     for decision in decided.casts:
         _check_range(decision)
-    layers = {path: made.get(id(layer), layer) for path, layer in model.named_modules(remove_duplicate=False)}
+    layers = {path: packed_layers.get(id(layer), layer) for path, layer in model.named_modules(remove_duplicate=False)}
     planned = {name: fmt for name, fmt in plan.inputs.items() if name in tensors and name not in decided.unsupported}
     set_inputs(layers, planned if inputs is None else inputs, "apply_plan")
-    _swap(model, made)
+    _swap(model, packed_layers)
     if kv is not None:
         round_kv(model, kv)
-    if made:
+    if packed_layers:
         adapt_to_transformers(model)
     for decision in decided.casts:
         decision.cast()
@@ -259,7 +263,7 @@ class _Tensors:
     """The tensors of a model by name: parameters, packed weights, and buffers that are saved."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.places = {place.name: place for place in named_parameters_of(model)}
+        self.parameters = {named.name: named for named in named_parameters_of(model)}
         self.parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         modules = list(model.named_modules(remove_duplicate=False))
         self.packed = {path: module for path, module in modules if isinstance(module, PackedWeight)}
@@ -272,29 +276,33 @@ class _Tensors:
         }
 
     def __contains__(self, name: object) -> bool:
-        return name in self.places or name in self.packed or name in self.buffers
+        return name in self.parameters or name in self.packed or name in self.buffers
 
     def __iter__(self) -> Iterator[str]:
-        yield from (*self.places, *self.packed, *self.buffers)
+        yield from (*self.parameters, *self.packed, *self.buffers)
 
     def stored(self) -> dict[str, TensorSpec]:
         """The tensors as `choose_formats` takes them."""
-        held = {name: _held(self, name) for name in self}
+        items = {name: _held(self, name) for name in self}
         return {
             name: TensorSpec.of(name, tuple(item.shape), item.fmt)
             if isinstance(item, PackedWeight)
             else TensorSpec.of(name, self.packed_shape(name, tuple(item.shape)), dtype=item.dtype)
-            for name, item in held.items()
+            for name, item in items.items()
         }
 
     def packed_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        return packed_shape(self.places[name].module, self.places[name].local, shape) if name in self.places else shape
+        return (
+            packed_shape(self.parameters[name].module, self.parameters[name].local, shape)
+            if name in self.parameters
+            else shape
+        )
 
     def groups(self) -> list[list[str]]:
         """Names that stand for one and the same parameter or packed weight."""
         by_id: dict[int, list[str]] = {}
-        for name, place in self.places.items():
-            by_id.setdefault(id(place.parameter), []).append(name)
+        for name, named in self.parameters.items():
+            by_id.setdefault(id(named.parameter), []).append(name)
         for name, packed in self.packed.items():
             by_id.setdefault(id(packed), []).append(name)
         return list(by_id.values())
@@ -307,7 +315,7 @@ class _Tensors:
 class _PackDecision:
     """Layers that share a weight, to become packed layers that share a packed one."""
 
-    places: tuple[NamedParameter, ...]
+    parameters: tuple[NamedParameter, ...]
     fmt: Format
     change: Change
 
@@ -365,13 +373,13 @@ def _decide(plan: Plan, tensors: _Tensors, match: str, unsupported: str) -> _Dec
 def _half_packed(decided: _Decided) -> list[str]:
     """Layers of which a plan packs some weights but not all that must be packed together."""
     packed: dict[int, set[str]] = {}
-    places = [place for decision in decided.packs for place in decision.places]
-    for place in places:
-        packed.setdefault(id(place.module), set()).add(place.local)
+    parameters = [named for decision in decided.packs for named in decision.parameters]
+    for named in parameters:
+        packed.setdefault(id(named.module), set()).add(named.local)
     return [
-        f"{place.name}: is packed by the plan and {listed(missing)} of the same layer is not; pack both or neither"
-        for place in places
-        if (missing := lacking(place.module, packed[id(place.module)]))
+        f"{named.name}: is packed by the plan and {listed(missing)} of the same layer is not; pack both or neither"
+        for named in parameters
+        if (missing := lacking(named.module, packed[id(named.module)]))
     ]
 
 
@@ -405,35 +413,35 @@ def _decide_group(plan: Plan, tensors: _Tensors, names: list[str], decided: _Dec
     entry, fmt = plan.entries[name], get_format(plan[name].format)
     if entry.part is not None:
         raise _RefusedError(f"the plan means a part ({entry.part}) of {fmt.name}, and this is a whole tensor")
-    held = _held(tensors, name)
-    shape = tuple(held.shape)
+    tensor = _held(tensors, name)
+    shape = tuple(tensor.shape)
     if entry.shape is not None and entry.shape not in (shape, tensors.packed_shape(name, shape)):
         raise _RefusedError(f"the plan is for shape {entry.shape}, the model has {shape}")
-    if isinstance(held, PackedWeight):
-        if held.fmt.name != fmt.name:
+    if isinstance(tensor, PackedWeight):
+        if tensor.fmt.name != fmt.name:
             raise _RefusedError(
-                f"already packed as {held.fmt.name}, the plan has {fmt.name}; packing it again would lose more: "
+                f"already packed as {tensor.fmt.name}, the plan has {fmt.name}; packing it again would lose more: "
                 "apply the plan to the float model"
             )
         decided.skipped += [Skipped(one, f"already {fmt.name}") for one in names]
         return
-    if entry.stored is not None and not held.is_floating_point():
+    if entry.stored is not None and not tensor.is_floating_point():
         decided.skipped += [Skipped(one, entry.choice.reason) for one in names]
         return
-    if not held.is_floating_point():
-        raise _RefusedError(f"holds {held.dtype}, the plan has {fmt.name}", layer=True)
+    if not tensor.is_floating_point():
+        raise _RefusedError(f"holds {tensor.dtype}, the plan has {fmt.name}", layer=True)
     if fmt.is_cast:
-        _decide_cast(plan, tensors, names, held, fmt, decided)
+        _decide_cast(plan, tensors, names, tensor, fmt, decided)
     else:
-        _decide_pack(plan, tensors, names, held, fmt, decided)
+        _decide_pack(plan, tensors, names, tensor, fmt, decided)
     decided.skipped += [Skipped(one, f"tied to {name}") for one in names[1:]]
 
 
 def _held(tensors: _Tensors, name: str) -> Tensor | PackedWeight:
     if name in tensors.packed:
         return tensors.packed[name]
-    if name in tensors.places:
-        parameter: Tensor = tensors.places[name].parameter
+    if name in tensors.parameters:
+        parameter: Tensor = tensors.parameters[name].parameter
         if nn.parameter.is_lazy(parameter):
             raise StoreError(f"{name}: has no shape yet; run the model once, so that its lazy layers get their weights")
         return parameter
@@ -443,51 +451,55 @@ def _held(tensors: _Tensors, name: str) -> Tensor | PackedWeight:
     return buffer
 
 
-def _decide_cast(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, fmt: Format, decided: _Decided) -> None:
-    name, before = names[0], dtype_name(held.dtype)
-    if held.dtype == fmt.storage:
+def _decide_cast(
+    plan: Plan, tensors: _Tensors, names: list[str], tensor: Tensor, fmt: Format, decided: _Decided
+) -> None:
+    name, before = names[0], dtype_name(tensor.dtype)
+    if tensor.dtype == fmt.storage:
         decided.skipped.append(Skipped(name, f"already {fmt.name}"))
         return
-    nbytes = fmt.nbytes(tuple(held.shape))
-    change = Change(name, before, fmt.name, fmt.name, held.nbytes, nbytes, plan[name].reason)
+    nbytes = fmt.nbytes(tuple(tensor.shape))
+    change = Change(name, before, fmt.name, fmt.name, tensor.nbytes, nbytes, plan[name].reason)
     if name in tensors.buffers:
         module, local = tensors.buffers[name]
-        cast = _buffer_cast(module, local, held, fmt.storage)
+        cast = _buffer_cast(module, local, tensor, fmt.storage)
     else:
-        cast = _parameter_cast(held, fmt.storage)
-    decided.casts.append(_CastDecision(held, fmt.storage, cast, change))
+        cast = _parameter_cast(tensor, fmt.storage)
+    decided.casts.append(_CastDecision(tensor, fmt.storage, cast, change))
 
 
-def _decide_pack(plan: Plan, tensors: _Tensors, names: list[str], held: Tensor, fmt: Format, decided: _Decided) -> None:
+def _decide_pack(
+    plan: Plan, tensors: _Tensors, names: list[str], parameter: Tensor, fmt: Format, decided: _Decided
+) -> None:
     name = names[0]
     fault = format_fault(fmt)
     if fault is not None:
         raise _RefusedError(fault)
     if name in tensors.buffers:
         raise _RefusedError(f"a buffer, which cannot be {fmt.name}", layer=True)
-    everywhere = [place for place in tensors.places.values() if place.parameter is held]
-    for place in everywhere:
-        reason = why_not_packed(place.module, place.local, tensors.parents.get(id(place.module)))
+    sharing = [named for named in tensors.parameters.values() if named.parameter is parameter]
+    for named in sharing:
+        reason = why_not_packed(named.module, named.local, tensors.parents.get(id(named.module)))
         if reason is not None:
-            tied = "" if place.name == name else f"tied to {place.name}, which is "
+            tied = "" if named.name == name else f"tied to {named.name}, which is "
             next_step = "; untie them, or plan a float format for it" if tied else "; plan a float format for it"
             raise _RefusedError(f"{tied}{reason}, and cannot be {fmt.name}{next_step}", layer=True)
     change = Change(
         name,
-        f"{type(everywhere[0].module).__name__} {dtype_name(held.dtype)}",
-        f"{packed_kind(everywhere[0].module, everywhere[0].local)} {fmt.name}",
+        f"{type(sharing[0].module).__name__} {dtype_name(parameter.dtype)}",
+        f"{packed_kind(sharing[0].module, sharing[0].local)} {fmt.name}",
         fmt.name,
-        held.nbytes,
-        fmt.nbytes(packed_shape(everywhere[0].module, everywhere[0].local, tuple(held.shape))),
+        parameter.nbytes,
+        fmt.nbytes(packed_shape(sharing[0].module, sharing[0].local, tuple(parameter.shape))),
         plan[name].reason,
     )
-    decided.packs.append(_PackDecision(tuple(everywhere), fmt, change))
+    decided.packs.append(_PackDecision(tuple(sharing), fmt, change))
 
 
 def _check_meetings(tensors: _Tensors, decided: _Decided, plan: Plan) -> None:
     casts = {id(one.tensor): one.dtype for one in decided.casts}
-    packed = {id(one.places[0].parameter) for one in decided.packs}
-    faults = meeting_faults(tensors.places, casts, packed, plan)
+    packed = {id(one.parameters[0].parameter) for one in decided.packs}
+    faults = meeting_faults(tensors.parameters, casts, packed, plan)
     if faults:
         more = f"; and {len(faults) - 1} more such meetings" if len(faults) > 1 else ""
         raise ApplyError(f"the plan cannot be applied: {faults[0]}{more}")
@@ -501,33 +513,33 @@ def _pack(
 ) -> dict[int, nn.Module]:
     """The packed layers, each by the id of the layer that it will replace; the model is not touched."""
     weights: dict[int, dict[str, PackedWeight]] = {}
-    places: dict[int, NamedParameter] = {}
+    to_replace: dict[int, NamedParameter] = {}
     for decision in decided.packs:
-        first = decision.places[0]
+        first = decision.parameters[0]
         numbers = with_output_rows(first)
         weight = PackedWeight(encode(numbers, decision.fmt, name=first.name, **options))
-        for place in decision.places:
-            weights.setdefault(id(place.module), {})[place.local] = weight
-            places[id(place.module)] = place
+        for named in decision.parameters:
+            weights.setdefault(id(named.module), {})[named.local] = weight
+            to_replace[id(named.module)] = named
     return {
         key: packed_layer(
-            place.module,
+            named.module,
             weights[key],
-            plain=place.module._parameters,
-            dtype=place.parameter.dtype,
-            name=place.owner,
+            plain=named.module._parameters,
+            dtype=named.parameter.dtype,
+            name=named.owner,
             strategy=strategy,
             cache=cache,
         )
-        for key, place in places.items()
+        for key, named in to_replace.items()
     }
 
 
-def _swap(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
+def _swap(model: nn.Module, packed_layers: Mapping[int, nn.Module]) -> None:
     for parent in list(model.modules()):
         for name, child in list(parent._modules.items()):
-            if id(child) in made:
-                setattr(parent, name, made[id(child)])
+            if id(child) in packed_layers:
+                setattr(parent, name, packed_layers[id(child)])
 
 
 def _check_range(decision: _CastDecision) -> None:

@@ -8,12 +8,12 @@ earlier version generated may still be called.
 
 | key | arguments | result |
 |---|---|---|
-| "fused", format, outputs, inputs, rows, types, given, ways | x, data, scales, `prepared`, *given | `out` |
-| "decode", format, outputs, inputs, type, given | data, scales, *given | `out`, the numbers in that type |
-| "linear" or "input_gradient", given, and the operator's constants | those of the operator's tensors | returned |
+| "fused", format, outputs, inputs, rows, types, optional, ways | x, data, scales, `prepared`, *optional | `out` |
+| "decode", format, outputs, inputs, type, optional | data, scales, *optional | `out`, the numbers in that type |
+| "linear" or "input_gradient", optional, and the operator's constants | those of the operator's tensors | returned |
 
-`given` names the optional tensors that are there, in their order: "bias base". `types` are those of arranged and bias,
-and the axes of factor: a launch depends on them.
+`optional` names the optional tensors that a product has, in their order: "bias base". `types` are those of arranged
+and bias, and the axes of factor: a launch depends on them.
 
 A call of the operator costs the host two passes through torch's dispatcher and Python, 14 arguments each, although no
 gradient is asked for. Here it costs a lookup, the addresses and the launch.
@@ -42,12 +42,12 @@ _MOST_BOUND = 16384
 class _Calls(dict[Key, Call]):
     def __missing__(self, key: Key) -> Call:
         kind, *constants = key
-        made = self[key] = _MAKERS[kind](*constants)
-        return made
+        call = self[key] = _MAKERS[kind](*constants)
+        return call
 
 
-def _fused(name: str, outputs: int, inputs: int, rows: int, types: Key, given: str, ways: str) -> Call:  # noqa: ARG001
-    names, way, shape = given.split(), way_at(ways, rows), (outputs, inputs)
+def _fused(name: str, outputs: int, inputs: int, rows: int, types: Key, optional: str, ways: str) -> Call:  # noqa: ARG001
+    names, way, shape = optional.split(), way_at(ways, rows), (outputs, inputs)
     bias_at = names.index("bias") if "bias" in names else None
     bound: dict[tuple[int, ...], BoundInto] = {}
 
@@ -71,9 +71,9 @@ def _fused(name: str, outputs: int, inputs: int, rows: int, types: Key, given: s
         into = bound.get(addresses)
         if into is not None and into(x, out):
             return
-        optional = dict(zip(names, more, strict=True))
-        bias, prepared = optional.get("bias"), (arranged, factor, counters)
-        matrix = Matrix(data, scales, optional.get("base"), prepared, None, name, shape)
+        by_name = dict(zip(names, more, strict=True))
+        bias, prepared = by_name.get("bias"), (arranged, factor, counters)
+        matrix = Matrix(data, scales, by_name.get("base"), prepared, None, name, shape)
         out.copy_(multiply(x, bias, matrix, way))
         kernel = fused_for(x.device.type)
         if isinstance(kernel, TritonOnCuda) and not is_capturing(x.device):
@@ -86,8 +86,8 @@ def _fused(name: str, outputs: int, inputs: int, rows: int, types: Key, given: s
     return run
 
 
-def _decode(name: str, outputs: int, inputs: int, type_name: str, given: str) -> Call:
-    fmt, dtype, has_base = get_format(name), getattr(torch, type_name), given == "base"
+def _decode(name: str, outputs: int, inputs: int, type_name: str, optional: str) -> Call:
+    fmt, dtype, has_base = get_format(name), getattr(torch, type_name), optional == "base"
     takes_base = fmt.packing is not None
     bound: dict[int, Callable[..., None]] = {}
 
@@ -123,14 +123,14 @@ _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
 def _whole(operator: Callable[..., Tensor]) -> Callable[..., Call]:
-    def make(given: str, *constants: Any) -> Call:
-        names = given.split()
-        places = [names.index(name) if name in names else None for name in TENSORS]
+    def make(optional: str, *constants: Any) -> Call:
+        names = optional.split()
+        indices = [names.index(name) if name in names else None for name in TENSORS]
         if operator is packed_input_gradient:
-            places = places[1:]
+            indices = indices[1:]
 
         def run(x: Tensor, *tensors: Tensor) -> Tensor:
-            return operator(x, *[None if place is None else tensors[place] for place in places], *constants)
+            return operator(x, *[None if index is None else tensors[index] for index in indices], *constants)
 
         return run
 

@@ -134,9 +134,9 @@ class Crossover:
         """Both records' timings; of equal row counts and ways those of `other`."""
         by_rows = {timing.rows: timing for timing in self.timings}
         for timing in other.timings:
-            known = by_rows.get(timing.rows, timing)
-            launch = timing.launch if "fused" in timing.samples_ms else known.launch
-            by_rows[timing.rows] = Timing(timing.rows, {**known.samples_ms, **timing.samples_ms}, launch)
+            earlier = by_rows.get(timing.rows, timing)
+            launch = timing.launch if "fused" in timing.samples_ms else earlier.launch
+            by_rows[timing.rows] = Timing(timing.rows, {**earlier.samples_ms, **timing.samples_ms}, launch)
         timings = tuple(by_rows[rows] for rows in sorted(by_rows))
         return replace(
             self, timings=timings, refused=other.refused or self.refused, stopped=other.stopped or self.stopped
@@ -425,9 +425,9 @@ class CrossoverTable:
 
     def _find_or_measure(self, key: Key, weight: Encoded, fused: FusedMatmul | None, bucket: int) -> Crossover | None:
         with self._lock:
-            known = self.find(*key)
-            if key in self._failed or (known is not None and (known.refused or known.has(bucket))):
-                return known
+            record = self.find(*key)
+            if key in self._failed or (record is not None and (record.refused or record.has(bucket))):
+                return record
             say_progress(
                 f"bitplan: measuring {key[0]} of {key[1]} x {key[2]} at {bucket} rows, once on this GPU; "
                 f"kept in {self.path}"
@@ -437,10 +437,10 @@ class CrossoverTable:
             except torch.OutOfMemoryError as error:
                 self._failed[key] = f"out of memory while measuring: {str(error).splitlines()[0]}"
                 log.warning("bitplan: %s of shape %s: %s", key[0], key[1:], self._failed[key])
-                return known
+                return record
             finally:
                 say_progress("")
-            return self._keep(measured if known is None else known.joined(measured))
+            return self._keep(measured if record is None else record.joined(measured))
 
     def _keep(self, record: Crossover) -> Crossover:
         assert self._crossovers is not None
@@ -530,8 +530,8 @@ def read_shipped(path: Path, fingerprint: Fingerprint) -> dict[Key, Crossover]:
 def from_document(document: Any, fingerprint: Fingerprint, *, where: str) -> dict[Key, Crossover]:
     reader = Reader(where, FileFormatError)
     reader.version(document, VERSION)
-    known = {"document": one_of(DOCUMENT), "version": SIZE, "fingerprint": OBJECT, "weights": LIST}
-    parts = reader.keys("", document, known, tuple(known))
+    kinds = {"document": one_of(DOCUMENT), "version": SIZE, "fingerprint": OBJECT, "weights": LIST}
+    parts = reader.keys("", document, kinds, tuple(kinds))
     if parts["fingerprint"] != fingerprint:
         theirs = parts["fingerprint"]
         differing = [key for key in sorted({*theirs, *fingerprint}) if theirs.get(key) != fingerprint.get(key)]
@@ -564,11 +564,11 @@ def _read_weight(reader: Reader, path: str, value: Any) -> Crossover:
     item = reader.keys(path, value, _WEIGHT_KEYS, tuple(_WEIGHT_KEYS))
     timings: list[Timing] = []
     for index, timing in enumerate(item["timings"]):
-        place = f"{path}.timings[{index}]"
-        values = reader.keys(place, timing, _TIMING_KEYS, tuple(_TIMING_KEYS))
-        ways = reader.keys(f"{place}.samples_ms", values["samples_ms"], _WAYS, ("decode", "expanded"))
+        at = f"{path}.timings[{index}]"
+        values = reader.keys(at, timing, _TIMING_KEYS, tuple(_TIMING_KEYS))
+        ways = reader.keys(f"{at}.samples_ms", values["samples_ms"], _WAYS, ("decode", "expanded"))
         if timings and values["rows"] <= timings[-1].rows:
-            reader.fail(f"{place}: rows", f"more than {timings[-1].rows}", values["rows"])
+            reader.fail(f"{at}: rows", f"more than {timings[-1].rows}", values["rows"])
         timings.append(Timing(values["rows"], {way: tuple(samples) for way, samples in ways.items()}, values["launch"]))
     return Crossover(
         item["format"],

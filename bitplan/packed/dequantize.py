@@ -40,7 +40,7 @@ def dequantize(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         raise StoreError(f"dequantize: nothing in this {type(model).__name__} is packed")
     if "" in layers:
         raise StoreError("dequantize: the model itself is one packed layer, which has no parent to be replaced in")
-    wanted = dtype or _type_of(model)
+    target = dtype or _type_of(model)
     skeleton: nn.Module | None = None
     plain: dict[str, nn.Module] = {}
     numbers: dict[int, nn.Parameter] = {}
@@ -49,7 +49,7 @@ def dequantize(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
         if plain_layer is None:
             skeleton = skeleton or _skeleton(model, path)
             plain_layer = skeleton.get_submodule(path)
-        _fill(plain_layer, layer, wanted, numbers)
+        _fill(plain_layer, layer, target, numbers)
         plain[path] = plain_layer.train(layer.training)
     for path, plain_layer in plain.items():
         model.set_submodule(path, plain_layer)

@@ -40,13 +40,13 @@ Numbers = Callable[[int, torch.dtype], Tensor]  # an expert's index -> its matri
 
 @dataclass(frozen=True)
 class ExpertGroups:
-    """Pairs sorted by expert: `order` gives the pair at each place, `place` the place of each pair.
+    """Pairs sorted by expert: `order` gives the pair at each position, `inverse` the position of each pair.
 
     `spans` holds (expert, start, stop) of the experts that have rows.
     """
 
     order: Tensor
-    place: Tensor
+    inverse: Tensor
     spans: tuple[tuple[int, int, int], ...]
 
 
@@ -76,8 +76,8 @@ class Routes:
     def groups(self) -> ExpertGroups:
         flat = self.expert_ids.reshape(-1)
         order = torch.argsort(flat, stable=True)
-        place = torch.empty_like(order)
-        place[order] = torch.arange(order.shape[0], device=order.device)
+        inverse = torch.empty_like(order)
+        inverse[order] = torch.arange(order.shape[0], device=order.device)
         slots = flat.clamp(-1, self.experts) + 1  # the first and the last are not experts
         counts = torch.zeros(self.experts + 2, dtype=torch.int64, device=flat.device)
         below, *of_expert, above = counts.scatter_add_(0, slots, torch.ones_like(slots)).tolist()  # waits for a GPU
@@ -91,7 +91,7 @@ class Routes:
             if count:
                 spans.append((expert, start, start + count))
             start += count
-        return ExpertGroups(order, place, tuple(spans))
+        return ExpertGroups(order, inverse, tuple(spans))
 
 
 class ExpertMatrices:
@@ -136,8 +136,8 @@ class ExpertMatrices:
 
     def all_expanded(self, dtype: torch.dtype) -> Tensor:
         keep = not is_capturing(self.packed.device)
-        made: Any = functools.partial(decode, self.encoded, dtype)
-        expanded: Tensor = self.packed.derived(("expanded", dtype), made, keep=keep)
+        make: Any = functools.partial(decode, self.encoded, dtype)
+        expanded: Tensor = self.packed.derived(("expanded", dtype), make, keep=keep)
         return expanded
 
     def cached(self, cache: TileCache, index: int, dtype: torch.dtype) -> Tensor:
@@ -266,7 +266,7 @@ class _Fused(torch.autograd.Function):
         routes: Routes = ctx.gradient.routes
         by_expert, for_x = grad[routes.groups.order], None
         if ctx.needs_input_grad[0]:
-            for_x = ctx.gradient.of_rows(by_expert)[routes.groups.place]
+            for_x = ctx.gradient.of_rows(by_expert)[routes.groups.inverse]
             if not ctx.per_pair:
                 for_x = for_x.unflatten(0, (-1, routes.top_k)).sum(1)
         for_bias = ctx.gradient.of_bias(by_expert) if ctx.needs_input_grad[1] else None

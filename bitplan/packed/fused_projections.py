@@ -194,8 +194,8 @@ class JointProjection:
         key = ((rows - 1).bit_length(), x.dtype)  # as picks are made
         runs = self._runs.get(key)
         if runs is None:
-            made = self.made()
-            runs = self._runs[key] = made is not None and made.runs_joined(rows, x.dtype)
+            layer = self.joined_layer()
+            runs = self._runs[key] = layer is not None and layer.runs_joined(rows, x.dtype)
         return runs
 
     def _settle_for(self, x: Tensor) -> bool:
@@ -206,13 +206,13 @@ class JointProjection:
 
     def decide(self, rows: int, dtype: torch.dtype) -> bool:
         """Whether a graph runs an input of `rows` rows as one product; a traced graph calls this once."""
-        made = self.made()
+        layer = self.joined_layer()
         self._runs.clear()
-        return made is not None and made.picks_one_kernel(rows, dtype, measure=True)
+        return layer is not None and layer.picks_one_kernel(rows, dtype, measure=True)
 
     decide._dynamo_marked_constant = True  # type: ignore[attr-defined]  # see QuantLinear.settle
 
-    def made(self) -> JointLinear | None:
+    def joined_layer(self) -> JointLinear | None:
         """The layer of all projections together; None where there is no fused kernel that can join them."""
         with self._joining:
             if self._held and not all(self._is_held(layer) for layer in self.layers):
@@ -237,18 +237,18 @@ class JointProjection:
             self._was_refused = True
             return None
         with torch.inference_mode(False):  # else load_state_dict could not write them outside of inference mode
-            made = JointLinear(_joined(weights), prepared, first, self.name)
+            joined = JointLinear(_joined(weights), prepared, first, self.name)
         if first.weight.device.type == "cpu":  # a few numbers, for exported graphs of any number of rows
-            for layer, own in zip(self.layers, alone, strict=True):
-                layer.graph.hold_prepared(layer.weight, own)
+            for layer, scales in zip(self.layers, alone, strict=True):
+                layer.graph.hold_prepared(layer.weight, scales)
         for weight in weights:
             weight.add_listener(self)
         parts = [weight._buffers.get for weight in weights]
         self._held = [
             (weight, part("data"), part("scales"), part("base")) for weight, part in zip(weights, parts, strict=True)
         ]
-        self.layer = made
-        return made
+        self.layer = joined
+        return joined
 
     def __deepcopy__(self, memo: dict[int, Any]) -> JointProjection:
         memo[id(self)] = twin = JointProjection.__new__(JointProjection)
@@ -267,11 +267,11 @@ class JointProjection:
 def _joined(weights: Sequence[PackedWeight]) -> Encoded:
     """One matrix of all rows; the weights become views of it. Its base is the first weight's; kernels get all bases."""
     first = weights[0]
-    held = [name for name in ("data", "scales") if name in first._buffers]
+    names = [name for name in ("data", "scales") if name in first._buffers]
     shape = (sum(weight.shape[0] for weight in weights), first.shape[1])
     if first.waiting:
         return Encoded(first.fmt, shape, **join_waiting(weights), base=first.encoded.base)
-    parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in held}
+    parts = {name: torch.cat([weight.get_buffer(name) for weight in weights]) for name in names}
     start = 0
     for weight in weights:
         for name, part in parts.items():
@@ -303,6 +303,6 @@ class JointLinear(QuantLinear):
         return self.weight.device.type == "cuda" and is_decoded and self._pick(rows, dtype).strategy == "decode"
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
-        made = fused.join([self._own])  # each stream has counters of its own
-        assert made is not None
-        return made
+        prepared = fused.join([self._own])  # each stream has counters of its own
+        assert prepared is not None
+        return prepared

@@ -43,13 +43,13 @@ def _release(buffer: Tensor) -> None:
 
 def addressed(host: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
     """A copy of a tensor in pinned memory: as the host sees it, and as a tensor of the device."""
-    given = host.contiguous()
-    size = given.nbytes
+    tensor = host.contiguous()
+    size = tensor.nbytes
     if not size:
-        return given, given.to(device)
+        return tensor, tensor.to(device)
     buffer = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)  # torch's pinned memory is rounded up
-    buffer.copy_(given.reshape(-1).view(torch.uint8))
-    seen = buffer
+    buffer.copy_(tensor.reshape(-1).view(torch.uint8))
+    on_device = buffer
     if device.type == "cuda":
         status = int(torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size, 0))
         if status:
@@ -57,12 +57,12 @@ def addressed(host: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
                 f"CUDA refused to pin {size:,} bytes of host memory (error {status}); raise the limit on locked memory "
                 "(ulimit -l), or let less lie there"
             )
-        seen = torch.as_tensor(_Addressed(buffer), device=device)
-    return _like(buffer, given), _like(seen, given)
+        on_device = torch.as_tensor(_Addressed(buffer), device=device)
+    return _like(buffer, tensor), _like(on_device, tensor)
 
 
-def _like(flat: Tensor, given: Tensor) -> Tensor:
-    return flat.view(given.dtype).reshape(given.shape)
+def _like(flat: Tensor, tensor: Tensor) -> Tensor:
+    return flat.view(tensor.dtype).reshape(tensor.shape)
 
 
 def wait_in_host(weight: PackedWeight, device: torch.device) -> PackedWeight:
@@ -72,8 +72,8 @@ def wait_in_host(weight: PackedWeight, device: torch.device) -> PackedWeight:
 
 
 def _hold(weight: PackedWeight, parts: dict[str, tuple[Tensor, Tensor]]) -> None:
-    for name, (_, seen) in parts.items():
-        weight._buffers[name] = seen
+    for name, (_, on_device) in parts.items():
+        weight._buffers[name] = on_device
     weight.waiting = {name: host for name, (host, _) in parts.items()}
     weight.forget()
 
@@ -89,7 +89,10 @@ def join_waiting(weights: Sequence[PackedWeight]) -> dict[str, Tensor]:
     start = 0
     for weight in weights:
         stop = start + weight.shape[0]
-        kept: dict[str, Any] = {name: (host, weight._buffers[name]) for name, host in weight.waiting.items()}
-        _hold(weight, kept | {name: (host[start:stop], seen[start:stop]) for name, (host, seen) in rows.items()})
+        others: dict[str, Any] = {name: (host, weight._buffers[name]) for name, host in weight.waiting.items()}
+        _hold(
+            weight,
+            others | {name: (host[start:stop], on_device[start:stop]) for name, (host, on_device) in rows.items()},
+        )
         start = stop
     return parts

@@ -49,8 +49,8 @@ def _function(key: Key) -> str:
 
 def _present(names: Sequence[str], tensors: Sequence[Any]) -> tuple[str, list[Any]]:
     """The names of tensors that are not None, and these."""
-    there = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
-    return " ".join(name for name, _ in there), [tensor for _, tensor in there]
+    present = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
+    return " ".join(name for name, _ in present), [tensor for _, tensor in present]
 
 
 def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
@@ -61,9 +61,9 @@ def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
     way = _fixed_way(x, ways, rounds=True)
     if way is not None and _is_on_gpu(x.get_device()) and way.strategy == "fused":
         if _fits_into(way, rows, dtype, bias):
-            given, more = _present(("bias", "base"), (bias, base))
+            optional, more = _present(("bias", "base"), (bias, base))
             types = (str(arranged.get_dtype()), len(factor.get_size()), None if bias is None else str(bias.get_dtype()))
-            key = ("fused", name, outputs, int(inputs), int(rows), types, given, ways)
+            key = ("fused", name, outputs, int(inputs), int(rows), types, optional, ways)
             read = [x, data, scales, arranged, factor, counters, *more]
             return call_into(_IMPORT, _function(key), read, [rows, outputs], dtype)
     elif way is not None and _is_on_gpu(x.get_device()):
@@ -73,8 +73,8 @@ def _lower_linear(x: Any, bias: Any, *weight: Any) -> Any:
             if bias is None:
                 return lowerings[_aten.mm.default](x, across)
             return lowerings[_aten.addmm.default](to_dtype(bias, dtype), x, across)
-    given, present = _present(TENSORS, (bias, *weight[:7]))
-    function = _function(("linear", given, *weight[7:]))
+    optional, present = _present(TENSORS, (bias, *weight[:7]))
+    function = _function(("linear", optional, *weight[7:]))
     return call_returned(_IMPORT, function, [x, *present], [rows, outputs], dtype)
 
 
@@ -88,8 +88,8 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
         numbers = _numbers(way, data, scales, base, expanded, name, (outputs, inputs), dtype)
         if numbers is not None:
             return lowerings[_aten.mm.default](grad, numbers)
-    given, present = _present(TENSORS[1:], weight[:7])
-    function = _function(("input_gradient", given, *weight[7:]))
+    optional, present = _present(TENSORS[1:], weight[:7])
+    function = _function(("input_gradient", optional, *weight[7:]))
     return call_returned(_IMPORT, function, [grad, *present], [rows, inputs], dtype)
 
 
@@ -127,8 +127,8 @@ def _numbers(
         return expanded if expanded is not None and expanded.get_dtype() == dtype else None
     if not has_decoder(get_format(name), data.get_device(), (int(shape[0]), int(shape[1])), dtype):
         return None
-    given, more = _present(("base",), (base,))
-    key = ("decode", name, int(shape[0]), int(shape[1]), str(dtype).removeprefix("torch."), given)
+    optional, more = _present(("base",), (base,))
+    key = ("decode", name, int(shape[0]), int(shape[1]), str(dtype).removeprefix("torch."), optional)
     return call_into(_IMPORT, _function(key), [data, scales, *more], shape, dtype)
 
 

@@ -89,8 +89,8 @@ class JoinedRows:
     def __deepcopy__(self, memo: dict[int, Any]) -> JoinedRows:
         """Rows of their own; launches belong to the memory that they were prepared for."""
         parts = [{name: part.clone() for name, part in of.items()} for of in self.parts]
-        given = (self.formats, self.width, self.dtype, copy.deepcopy(self.shared, memo), self.tokens, self.capacity)
-        return JoinedRows(*given, parts)
+        settings = (self.formats, self.width, self.dtype, copy.deepcopy(self.shared, memo), self.tokens, self.capacity)
+        return JoinedRows(*settings, parts)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # what copy and pickle ask for
@@ -161,9 +161,9 @@ class JoinedRows:
         partial = torch.empty(rows * chunks, width, dtype=torch.float32, device=query.device)
         stats = torch.empty(rows * chunks, 2, dtype=torch.float32, device=query.device)
         out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
-        seen = self.shared.on(query.device, self.tokens - 1)
+        count = self.shared.on(query.device, self.tokens - 1)
         bits = None if mask is None else mask.contiguous().view(torch.uint8)
-        attend(query.contiguous(), *pairs, seen, partial, stats, bits)
+        attend(query.contiguous(), *pairs, count, partial, stats, bits)
         join(partial, stats, out)
         return out
 

@@ -88,9 +88,9 @@ class _JoinedLayer(_PackedLayer):
         return self._given[which] if self._rows is None else self._rows.rows(which)
 
     def _set(self, which: int, rows: Any) -> None:
-        given = [self._view(0), self._view(1)]
-        given[which] = rows
-        self._rows, self._given = None, (given[0], given[1])
+        both = [self._view(0), self._view(1)]
+        both[which] = rows
+        self._rows, self._given = None, (both[0], both[1])
 
     keys = property(lambda self: self._view(0), lambda self, rows: self._set(0, rows))
     values = property(lambda self: self._view(1), lambda self, rows: self._set(1, rows))
@@ -119,12 +119,12 @@ class _JoinedLayer(_PackedLayer):
         return self.keys.numbers(), self.values.numbers()
 
     def _with_room(self, kv_attention: Any) -> Any:
-        given = self._given
-        rows = kv_attention.JoinedRows(self.formats, given[0].width, given[0].dtype, self.shared)
-        if given[0].parts:
-            for which, packed in enumerate(given):
+        both = self._given
+        rows = kv_attention.JoinedRows(self.formats, both[0].width, both[0].dtype, self.shared)
+        if both[0].parts:
+            for which, packed in enumerate(both):
                 rows.extend(which, packed.parts, packed.shape[-2])
-            rows.tokens = given[0].shape[-2]
+            rows.tokens = both[0].shape[-2]
         self._given = (None, None)
         return rows
 
@@ -143,9 +143,9 @@ class _PackedWindow(_PackedLayer, DynamicSlidingWindowLayer):  # type: ignore[mi
 
     def _hold(self, keys: PackedRows, values: PackedRows, tokens: int) -> None:
         self.cumulative_length += tokens
-        seen = slice(-self.sliding_window + 1, None)
+        window = slice(-self.sliding_window + 1, None)
         # A view would hold what has left the window.
-        self.keys, self.values = (rows[:, :, seen, :].contiguous() for rows in (keys, values))
+        self.keys, self.values = (rows[:, :, window, :].contiguous() for rows in (keys, values))
 
 
 def _packed_layer(layer: Any, index: int, formats: KVFormats, *, stores: bool, shared: Any) -> Any:
@@ -177,8 +177,8 @@ class KVCache(DynamicCache):  # type: ignore[misc]
 
     def __init__(self, config: Any, formats: KVFormats | str, *, stores: bool = True, joined: bool = False) -> None:
         super().__init__(config=config.get_text_config(decoder=True))
-        known = KVFormats.parse(formats) if isinstance(formats, str) else formats
-        pack_layers(self, known, stores=stores, joined=joined)
+        parsed = KVFormats.parse(formats) if isinstance(formats, str) else formats
+        pack_layers(self, parsed, stores=stores, joined=joined)
 
     @property
     def nbytes(self) -> int:
@@ -202,5 +202,5 @@ def pack_layers(cache: Any, formats: KVFormats, *, stores: bool = True, joined: 
 
 def kv_bytes(cache: Any) -> int:
     """Bytes of the keys and values that any cache holds."""
-    held = [part for layer in cache.layers for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
-    return sum(part.nbytes for part in held if part is not None)
+    parts = [part for layer in cache.layers for part in (getattr(layer, "keys", None), getattr(layer, "values", None))]
+    return sum(part.nbytes for part in parts if part is not None)

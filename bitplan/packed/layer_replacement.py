@@ -39,15 +39,15 @@ class StackedExperts(QuantExperts):
     def __init__(self, gate_up: PackedWeight, down: PackedWeight, names: Mapping[str, str], **options: Any) -> None:
         super().__init__(gate_up, down, **options)
         self._their_names = dict(names)
-        for own, theirs in names.items():
-            for held in (self._modules, self._parameters):
-                if own in held:
-                    held[theirs] = held.pop(own)  # type: ignore[assignment]
+        for ours, theirs in names.items():
+            for members in (self._modules, self._parameters):
+                if ours in members:
+                    members[theirs] = members.pop(ours)  # type: ignore[assignment]
 
     def __getattr__(self, name: str) -> Any:
-        held = self.__dict__
-        theirs = held.get("_their_names", {}).get(name, name)
-        is_renamed = theirs in held.get("_modules", ()) or theirs in held.get("_parameters", ())
+        members = self.__dict__
+        theirs = members.get("_their_names", {}).get(name, name)
+        is_renamed = theirs in members.get("_modules", ()) or theirs in members.get("_parameters", ())
         return super().__getattr__(theirs if is_renamed else name)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ def _is_table(module: nn.Module) -> bool:
 def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> str | None:
     """Why a parameter is not the weight of a layer that can be replaced."""
     if packed_kind(module, local) is None:
-        what = f"the {local} of {article(type(module).__name__)}"
-        known = isinstance(module, nn.Linear | nn.Embedding) and local == "weight"
+        parameter = f"the {local} of {article(type(module).__name__)}"
+        could_be = isinstance(module, nn.Linear | nn.Embedding) and local == "weight"
         experts = experts_of(module)
         if experts is not None and module.get_parameter(local).ndim == 3:
-            return f"{what}: {_why_not_experts(experts)}"
-        return f"{what}, whose forward is not {_base_name(module)}'s own" if known else what
+            return f"{parameter}: {_why_not_experts(experts)}"
+        return f"{parameter}, whose forward is not {_base_name(module)}'s own" if could_be else parameter
     if parent is None:
         return "the model itself, which has no parent to replace it in (wrap it in nn.Sequential)"
     if isinstance(parent, nn.TransformerEncoderLayer):
@@ -143,10 +143,10 @@ def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple
     return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
 
 
-def with_output_rows(place: NamedParameter) -> Tensor:
+def with_output_rows(named: NamedParameter) -> Tensor:
     """The numbers of a parameter as they are packed."""
-    numbers: Tensor = place.parameter
-    is_turned = are_columns(place.module, place.local)
+    numbers: Tensor = named.parameter
+    is_turned = are_columns(named.module, named.local)
     return numbers.detach().transpose(1, 2).contiguous() if is_turned else numbers
 
 
@@ -178,25 +178,25 @@ def packed_layer(
     plain   the layer's own parameters, of which biases stay as they are
     dtype   type of an embedding's output
     """
-    made: nn.Module
+    layer: nn.Module
     if isinstance(module, nn.Embedding):
         scale = None if type(module) is nn.Embedding else scale_of_rows(module)
-        made = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
+        layer = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
     elif isinstance(module, nn.Linear):
-        made = QuantLinear(weights["weight"], plain.get("bias"), strategy=strategy, cache=cache, name=name)
+        layer = QuantLinear(weights["weight"], plain.get("bias"), strategy=strategy, cache=cache, name=name)
     else:
         experts = experts_of(module)
         assert experts is not None
-        named = {
+        names = {
             "gate_up": experts.gate_up,
             "down": experts.down,
             "gate_up_bias": experts.gate_up_bias,
             "down_bias": experts.down_bias,
         }
-        made = StackedExperts(
+        layer = StackedExperts(
             weights[experts.gate_up],
             weights[experts.down],
-            {ours: theirs for ours, theirs in named.items() if theirs is not None},
+            {ours: theirs for ours, theirs in names.items() if theirs is not None},
             gate_up_bias=plain.get(experts.gate_up_bias or ""),
             down_bias=plain.get(experts.down_bias or ""),
             activation="gpt_oss" if experts.activation == "gpt_oss" else "swiglu",
@@ -204,7 +204,7 @@ def packed_layer(
             cache=cache,
             name=name,
         )
-    return made.train(module.training)
+    return layer.train(module.training)
 
 
 def article(name: str) -> str:

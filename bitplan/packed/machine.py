@@ -95,10 +95,10 @@ def find_lacks(
 
 def cpu_flags() -> set[str] | None:
     """The processor's features, as Linux names them; None on other systems."""
-    place = Path("/proc/cpuinfo")
-    if not place.is_file():
+    file = Path("/proc/cpuinfo")
+    if not file.is_file():
         return None
-    lines = (line.partition(":") for line in place.read_text().splitlines())
+    lines = (line.partition(":") for line in file.read_text().splitlines())
     return next((set(words.split()) for key, _, words in lines if key.strip().lower() in ("flags", "features")), None)
 
 
@@ -213,9 +213,9 @@ def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
     return hardware
 
 
-def _bandwidth(wanted: bool) -> tuple[dict[str, float] | None, list[str]]:
+def _bandwidth(measures: bool) -> tuple[dict[str, float] | None, list[str]]:
     """The bandwidths, and the next step if a full GPU has no memory left for measuring."""
-    if not wanted:
+    if not measures:
         return None, []
     import torch
 
@@ -230,10 +230,10 @@ def measure_bandwidth(device: torch.device) -> dict[str, float]:
     import torch
 
     host = torch.empty(H2D_BYTES, dtype=torch.uint8, pin_memory=True)
-    here, there = (torch.empty(DEVICE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    source, target = (torch.empty(DEVICE_BYTES, dtype=torch.uint8, device=device) for _ in range(2))
     arrived = torch.empty(H2D_BYTES, dtype=torch.uint8, device=device)
     h2d_ms = min(_copy_ms(arrived, host) for _ in range(REPEATS))
-    device_ms = min(_copy_ms(there, here) for _ in range(REPEATS))
+    device_ms = min(_copy_ms(target, source) for _ in range(REPEATS))
     return {
         "h2d_gb_per_s": round(H2D_BYTES / h2d_ms / 1e6, 1),
         "device_gb_per_s": round(2 * DEVICE_BYTES / device_ms / 1e6, 1),
@@ -311,17 +311,17 @@ def _gpu_paths(has_gpu: bool) -> list[FastPath]:
 
 def find_libraries(requirements: Iterable[str], *, try_import: bool = True) -> list[Library]:
     """The libraries in bitplan's metadata: required ones first, which are imported, then those of extras, by name."""
-    wanted: dict[str, tuple[str, set[str]]] = {}
+    versions: dict[str, tuple[str, set[str]]] = {}
     for requirement in requirements:
         match = _REQUIREMENT.match(requirement)
         assert match is not None, requirement
         extras = set(_EXTRA.findall(requirement))
         if extras and extras <= _UNUSED_EXTRAS:
             continue
-        version, known = wanted.get(match["name"], (match["wanted"].strip(), extras))
-        wanted[match["name"]] = (version, known | extras if known and extras else set())
+        version, known_extras = versions.get(match["name"], (match["wanted"].strip(), extras))
+        versions[match["name"]] = (version, known_extras | extras if known_extras and extras else set())
     libraries = [
-        _library(name, version, tuple(sorted(extras)), try_import) for name, (version, extras) in wanted.items()
+        _library(name, version, tuple(sorted(extras)), try_import) for name, (version, extras) in versions.items()
     ]
     return sorted(libraries, key=lambda library: (bool(library.extras), library.name))
 
@@ -334,16 +334,16 @@ def _requirements() -> list[str] | None:
         return None
 
 
-def _library(name: str, wanted: str, extras: tuple[str, ...], try_import: bool) -> Library:
+def _library(name: str, needed: str, extras: tuple[str, ...], try_import: bool) -> Library:
     installed = _installed(name)
     problem = None
     if installed is None:
-        problem = None if extras else f"not installed; pip install '{name}{wanted}'"
-    elif not meets(installed, wanted):
-        problem = f"{installed} is installed, {wanted} is needed; pip install --upgrade '{name}{wanted}'"
+        problem = None if extras else f"not installed; pip install '{name}{needed}'"
+    elif not meets(installed, needed):
+        problem = f"{installed} is installed, {needed} is needed; pip install --upgrade '{name}{needed}'"
     elif try_import and not extras:
         problem = _import_problem(name)
-    return Library(name, wanted, extras, installed, problem)
+    return Library(name, needed, extras, installed, problem)
 
 
 def _installed(name: str) -> str | None:
@@ -361,10 +361,10 @@ def _import_problem(name: str) -> str | None:
     return None
 
 
-def meets(installed: str, wanted: str) -> bool:
+def meets(installed: str, needed: str) -> bool:
     """Whether a version is at least that of `>=` and below that of `<`; other clauses are left to pip."""
     version = _numbers(installed)
-    least, beyond = re.search(r">=\s*([0-9][0-9.]*)", wanted), re.search(r"<\s*([0-9][0-9.]*)", wanted)
+    least, beyond = re.search(r">=\s*([0-9][0-9.]*)", needed), re.search(r"<\s*([0-9][0-9.]*)", needed)
     return (least is None or version >= _numbers(least[1])) and (beyond is None or version < _numbers(beyond[1]))
 
 
@@ -421,9 +421,9 @@ def _numba_cache() -> Cache:
 def _crossover_cache() -> Cache:
     folder = cache_dir()
     files = sorted(folder.glob("crossover/*.json"))
-    place = next(each for each in (folder, *folder.parents) if each.exists())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
     detail = f"{len(files)} measured GPU models" if files else "empty: crossovers are measured at first use on a GPU"
-    if not os.access(place, os.W_OK):
+    if not os.access(existing, os.W_OK):
         detail += "; not writable: set BITPLAN_CACHE_DIR to a folder that is"
     return Cache("measured crossovers", str(folder), detail)
 

@@ -1,7 +1,5 @@
 """PackedWeight: an Encoded weight as a module, so that it moves, saves and loads with the model that holds it.
 
-It lies beside `packed/`, because streaming has to know it too.
-
 Its parts are buffers (`weight.data`, `weight.scales`, ...). Codes and scales are bytes with a meaning of their own:
 `model.half()` or `model.to(torch.bfloat16)` must not touch them, so `_apply` shows every function a byte view, which
 dtype casts leave alone and device moves carry along.
@@ -51,9 +49,9 @@ class _ReadAsNumbersError(StoreError, AttributeError):
     """Code of a model computes with a packed weight; an AttributeError too, so that `hasattr` says no."""
 
     def __init__(self, called: str, weight: PackedWeight | None) -> None:
-        what = "a packed weight" if weight is None else f"a weight of shape {weight.shape} in {weight.fmt.name}"
+        shown = "a packed weight" if weight is None else f"a weight of shape {weight.shape} in {weight.fmt.name}"
         super().__init__(
-            f"{called} got {what}: the model's code reads this weight itself, not through its layer, so it cannot be "
+            f"{called} got {shown}: the model's code reads this weight itself, not through its layer, so it cannot be "
             "packed; quantize the model again and leave it as it is",
             settings={"keep": "NAME"},
         )
@@ -90,8 +88,8 @@ class PackedWeight(EncodedModule):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Refuse, because a model's own code reads the weight of a layer as if it were numbers."""
-        found = next((each for each in (*args, *(kwargs or {}).values()) if isinstance(each, cls)), None)
-        raise _ReadAsNumbersError(getattr(func, "__name__", str(func)), found)
+        weight = next((argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, cls)), None)
+        raise _ReadAsNumbersError(getattr(func, "__name__", str(func)), weight)
 
     def __getattr__(self, name: str) -> Any:
         """A part by its name; what only a tensor has (`weight.t()`, `weight.norm()`) is refused as above."""
@@ -127,7 +125,7 @@ class PackedWeight(EncodedModule):
     @property
     def derived_nbytes(self) -> int:
         """Bytes of the things made from the weight and held here; tiles are counted by their cache."""
-        return sum(getattr(made, "nbytes", 0) for made in self._derived.values())
+        return sum(getattr(item, "nbytes", 0) for item in self._derived.values())
 
     def extra_repr(self) -> str:
         return f"{self.fmt.name}, shape={self.shape}, nbytes={self.nbytes}"
@@ -148,10 +146,10 @@ class PackedWeight(EncodedModule):
         if key in self._derived:
             result: Made = self._derived[key]
             return result
-        made = make()
+        item = make()
         if keep:
-            self._derived[key] = made
-        return made
+            self._derived[key] = item
+        return item
 
     def forget(self) -> None:
         """Drop everything that was made from this weight; it is made again when it is needed."""
@@ -236,10 +234,10 @@ class PackedWeight(EncodedModule):
     def _faults(self, state_dict: Mapping[str, Any], prefix: str) -> list[str]:
         """Why this state does not fit this weight; if there is a reason, nothing is copied."""
         where = prefix.rstrip(".") or "packed weight"
-        given = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
+        parts = {name: state_dict[prefix + name] for name in self._buffers if prefix + name in state_dict}
         if prefix + _EXTRA not in state_dict:
-            fault = f"{where}: the state has {', '.join(given)} but not {prefix + _EXTRA}, which says their format"
-            return [f"{fault}; save it with state_dict()"] if given else []
+            fault = f"{where}: the state has {', '.join(parts)} but not {prefix + _EXTRA}, which says their format"
+            return [f"{fault}; save it with state_dict()"] if parts else []
         try:
             fmt, shape = _read_extra(state_dict[prefix + _EXTRA], where)
         except FileFormatError as error:
@@ -249,10 +247,10 @@ class PackedWeight(EncodedModule):
                 f"{where}: expected {self.fmt.name} of shape {list(self.shape)}, the state holds {fmt} of shape "
                 f"{shape}; apply the plan that the state was saved under, then load it"
             ]
-        faults = [f"{where}: part {name!r} is missing" for name in self._buffers if name not in given]
+        faults = [f"{where}: part {name!r} is missing" for name in self._buffers if name not in parts]
         for name, (dtype, size) in self.fmt.part_shapes(self.shape).items():
-            part = given.get(name)
-            if name in given and (
+            part = parts.get(name)
+            if name in parts and (
                 not isinstance(part, Tensor) or part.dtype != dtype or tuple(part.shape) != size or part.is_meta
             ):
                 came = f"{part.dtype} {tuple(part.shape)} on {part.device}" if isinstance(part, Tensor) else type(part)

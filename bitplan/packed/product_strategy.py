@@ -72,12 +72,12 @@ def check_packed(weight: object, where: str) -> None:
         )
 
 
-def check_tensor(given: object, where: str, what: str = "the input") -> None:
+def check_tensor(value: object, where: str, noun: str = "the input") -> None:
     """Refuse what is no dense tensor: text, lists, arrays of other libraries, sparse tensors."""
-    if not isinstance(given, Tensor):
-        raise LayerError(f"{where}: {what} must be a torch.Tensor, got a {type(given).__name__}")
-    if given.layout not in _DENSE:
-        raise LayerError(f"{where}: {what} must be a dense tensor, got {given.layout}; call to_dense() first")
+    if not isinstance(value, Tensor):
+        raise LayerError(f"{where}: {noun} must be a torch.Tensor, got a {type(value).__name__}")
+    if value.layout not in _DENSE:
+        raise LayerError(f"{where}: {noun} must be a dense tensor, got {value.layout}; call to_dense() first")
 
 
 def is_transformed() -> bool:
@@ -88,7 +88,7 @@ def is_transformed() -> bool:
 def refuse_transforms(where: str) -> None:
     """Refuse those that torch has no rule for; vmap has one."""
     functorch = torch._C._functorch
-    other = [each.key() for each in functorch.get_interpreter_stack() or () if each.key() != _VMAP]
+    other = [transform.key() for transform in functorch.get_interpreter_stack() or () if transform.key() != _VMAP]
     if other or forward_ad._current_level >= 0:
         named = f"torch.func.{other[0].name.lower()}" if other else "forward-mode derivatives"
         verb = "does" if other else "do"

@@ -64,9 +64,9 @@ class QuantEmbedding(nn.Module):
         self.num_embeddings, self.embedding_dim = self.weight.shape
         self.padding_idx, self.name = padding_idx, name
         # An empty tensor moves and casts with the model, and so holds the type that the output must have.
-        place = self.weight.device
-        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=place), persistent=False)
-        factor = None if scale is None else torch.tensor(scale, dtype=torch.float32, device=place)
+        device = self.weight.device
+        self.register_buffer("_like", torch.empty(0, dtype=dtype, device=device), persistent=False)
+        factor = None if scale is None else torch.tensor(scale, dtype=torch.float32, device=device)
         self.register_buffer("scale", factor, persistent=False)
 
     @property
@@ -85,12 +85,12 @@ class QuantEmbedding(nn.Module):
         if ids.dtype not in (torch.int32, torch.int64):
             raise LayerError(f"{self.name}: ids must be int32 or int64, got {dtype_name(ids.dtype)}")
         weight = self.weight
-        held = weight._buffers
+        buffers = weight._buffers
         rows: Tensor = embedding_rows(
             ids,
             weight.data,
-            weight.scales if "scales" in held else None,
-            weight.base if "base" in held else None,
+            weight.scales if "scales" in buffers else None,
+            weight.base if "base" in buffers else None,
             weight.fmt.name,
             self.embedding_dim,
             self._like.dtype,

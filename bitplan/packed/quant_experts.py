@@ -103,7 +103,7 @@ def _packed_experts(x: Tensor, bias: Tensor | None, expert_ids: Tensor, *weight:
     groups = routes.groups
     rows = x[groups.order if per_pair else groups.order // routes.top_k]
     bias = None if bias is None else bias.to(x.dtype)
-    return looped_rows(rows, bias, routes, numbers, outputs)[groups.place]
+    return looped_rows(rows, bias, routes, numbers, outputs)[groups.inverse]
 
 
 def _packed_experts_gradient(grad: Tensor, expert_ids: Tensor, *weight: Any) -> Tensor:
@@ -113,7 +113,7 @@ def _packed_experts_gradient(grad: Tensor, expert_ids: Tensor, *weight: Any) -> 
     shape = (weight[0].shape[0], grad.shape[1], inputs)
     routes = Routes(expert_ids, shape[0], "packed_experts")
     _, numbers = _numbers(weight, shape, way)
-    return gradient_of_rows(grad[routes.groups.order], routes, numbers, inputs)[routes.groups.place]
+    return gradient_of_rows(grad[routes.groups.order], routes, numbers, inputs)[routes.groups.inverse]
 
 
 def _fake_experts(x: Tensor, _bias: Tensor | None, expert_ids: Tensor, *weight: Any) -> Tensor:
@@ -236,8 +236,8 @@ class QuantExperts(nn.Module):
     def _matrices(self) -> dict[str, ExpertMatrices]:
         """Both weights as their experts, made anew when a weight was replaced by another PackedWeight."""
         for name, weight in (("gate_up", self.gate_up), ("down", self.down)):
-            made = self._seen_as_experts.get(name)
-            if made is None or made.packed is not weight:
+            matrices = self._seen_as_experts.get(name)
+            if matrices is None or matrices.packed is not weight:
                 self._seen_as_experts[name] = ExpertMatrices(weight)
         return self._seen_as_experts
 
@@ -306,9 +306,11 @@ class QuantExperts(nn.Module):
         why_not = self._why_not_fused(dtype) if device.type == "cuda" else f"no grouped kernel for {device.type}"
         if why_not is not None:
             return Pick("decode", f"not fused: {why_not}")
-        each, most = rows / self.experts, self.most_fused_rows
-        load = f"{rows} rows over {self.experts} experts are {each:.1f} for each"
-        return Pick("fused", f"{load}, at most {most}") if each <= most else Pick("decode", f"{load}, above {most}")
+        per_expert, most = rows / self.experts, self.most_fused_rows
+        load = f"{rows} rows over {self.experts} experts are {per_expert:.1f} for each"
+        return (
+            Pick("fused", f"{load}, at most {most}") if per_expert <= most else Pick("decode", f"{load}, above {most}")
+        )
 
     # ---- the two ways ------------------------------------------------------------------------------------------------
 
@@ -371,7 +373,7 @@ class QuantExperts(nn.Module):
         rows = x[routes.groups.order // routes.top_k]
         up = looped_product(rows, bias_1, routes, self._matrices["gate_up"], first)
         down = looped_product(self._activate(up), bias_2, routes, self._matrices["down"], second)
-        return down[routes.groups.place]
+        return down[routes.groups.inverse]
 
     def _numbers(self, matrices: ExpertMatrices, strategy: str) -> Numbers:
         if strategy == "eager":
@@ -400,8 +402,8 @@ class QuantExperts(nn.Module):
         return next((reason for reason in reasons if reason is not None), None)
 
     def _check_inputs(self, hidden: Tensor, expert_ids: Tensor, expert_weights: Tensor) -> None:
-        for name, given in (("tokens", hidden), ("expert_ids", expert_ids), ("expert_weights", expert_weights)):
-            check_tensor(given, self.name, name)
+        for name, tensor in (("tokens", hidden), ("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+            check_tensor(tensor, self.name, name)
         if hidden.dim() != 2 or hidden.shape[1] != self.hidden or hidden.dtype not in INPUTS:
             raise LayerError(
                 f"{self.name}: tokens must be floats [tokens, {self.hidden}], got {hidden.dtype} {tuple(hidden.shape)}"
@@ -416,9 +418,9 @@ class QuantExperts(nn.Module):
             raise LayerError(f"{self.name}: expert_ids must be integers, got {expert_ids.dtype}")
         if hidden.device != self.down.device:
             raise LayerError(f"{self.name}: tokens lie on {hidden.device}, the weights on {self.down.device}; move one")
-        for name, given in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
-            if given.device != hidden.device:
-                raise LayerError(f"{self.name}: {name} lie on {given.device}, tokens on {hidden.device}; move one")
+        for name, tensor in (("expert_ids", expert_ids), ("expert_weights", expert_weights)):
+            if tensor.device != hidden.device:
+                raise LayerError(f"{self.name}: {name} lie on {tensor.device}, tokens on {hidden.device}; move one")
 
 
 def _check_shapes(

@@ -252,24 +252,24 @@ class QuantLinear(nn.Module):
         # A graph compares all that is read here, in every call: attributes of modules are several comparisons each.
         weight: Any = self._modules["weight"]
         graph: Any = self._modules["graph"]
-        parts, held = weight._buffers, graph._buffers
-        made: Tensor = _packed_linear(
+        parts, graph_parts = weight._buffers, graph._buffers
+        out: Tensor = _packed_linear(
             flat,
             self._parameters["bias"],
             parts["data"],
             parts.get("scales"),
             parts.get("base"),
-            held["arranged"],
-            held["factor"],
-            held["counters"],
-            held["expanded"],
+            graph_parts["arranged"],
+            graph_parts["factor"],
+            graph_parts["counters"],
+            graph_parts["expanded"],
             weight.format_name,
             self.out_features,
             ways,
             0,
             0,
         )
-        return made.reshape(*x.shape[:-1], self.out_features)
+        return out.reshape(*x.shape[:-1], self.out_features)
 
     def settle(self, rows: int | None, dtype: torch.dtype) -> str:
         """The ways of a graph for `rows` rows, or any number if None; puts all that they read into `self.graph`.
@@ -401,7 +401,7 @@ class QuantLinear(nn.Module):
         if fused is not None and self._pick(x.shape[0], x.dtype).strategy == "fused":
             bias = None if self.bias is None else self.bias.detach()
             bound = fused.bind(x, self.weight.encoded, self.prepared(fused), bias, None)
-        return bound or (lambda given, shape: self(given).reshape(shape))
+        return bound or (lambda inputs, shape: self(inputs).reshape(shape))
 
     def _forget_picks(self) -> None:
         self._picks.clear()
@@ -458,8 +458,8 @@ def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None, inpu
 
     def rounded_first(x: Tensor, numbers: Tensor, bias: Tensor | None) -> Tensor:
         # Of an input with gaps torch would round the product before it adds the bias.
-        given = x if x.is_contiguous() else x.contiguous()
-        return linear(given if inputs is None else rounded(given, inputs, dtype), numbers, bias)
+        contiguous = x if x.is_contiguous() else x.contiguous()
+        return linear(contiguous if inputs is None else rounded(contiguous, inputs, dtype), numbers, bias)
 
     return bind_with_numbers(weight, dtype, linear if inputs is None and bias is None else rounded_first, bias)
 

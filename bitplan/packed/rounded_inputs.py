@@ -72,8 +72,8 @@ def _by_layer(layers: Mapping[str, nn.Module], inputs: Inputs, where: str) -> di
             raise LayerError(_without_products(experts, layers[experts], fmt))
         return dict.fromkeys(layers, fmt)
     formats, readers = dict[str, str | None](), _readers(layers)
-    for name, given in inputs.items():
-        fmt, path = input_format(given, f"{where}: {name}"), name.rpartition(".")[0]
+    for name, wished in inputs.items():
+        fmt, path = input_format(wished, f"{where}: {name}"), name.rpartition(".")[0]
         require_scale(fmt, f"{where}: {name}")
         holder = layers.get(path)
         if fmt is not None and not isinstance(holder, QuantLinear | QuantEmbedding):
@@ -96,8 +96,8 @@ def _readers(layers: Mapping[str, nn.Module]) -> dict[str, list[str]]:
 def _without_products(name: str, layer: nn.Module | None, fmt: str) -> str:
     if isinstance(layer, QuantExperts):
         return f"{name}: packed experts have no products of inputs in {fmt}; leave inputs as they are (keep)"
-    held = "no layer" if layer is None else f"a {type(layer).__name__}"
-    return f"{name}: {held} holds it, and only packed linear layers round their inputs, here to {fmt}; leave it out"
+    holder = "no layer" if layer is None else f"a {type(layer).__name__}"
+    return f"{name}: {holder} holds it, and only packed linear layers round their inputs, here to {fmt}; leave it out"
 
 
 def runs_on_integers(model: nn.Module) -> bool:
@@ -151,9 +151,9 @@ def calibrate_inputs(
     batches   what the model is run on, one after the other
     run       how it is run on one; None: model(batch)
     """
-    wanted = [name for name, rounded in plan.inputs.items() if rounded == STATIC]
+    names = [name for name, rounded in plan.inputs.items() if rounded == STATIC]
     layers = dict(model.named_modules(remove_duplicate=False))
-    unknown = [name for name in wanted if name.rpartition(".")[0] not in layers]
+    unknown = [name for name in names if name.rpartition(".")[0] not in layers]
     if unknown:
         raise LayerError(
             f"calibrate_inputs: the model has no layer of {unknown[0]!r}, which the plan rounds to {STATIC}"
@@ -162,13 +162,13 @@ def calibrate_inputs(
 
     def seen(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, args: tuple[Any, ...]) -> None:
-            top = float(args[0].detach().abs().amax()) if args[0].numel() else 0.0
-            largest[name] = max(largest.get(name, 0.0), top)
+            largest_now = float(args[0].detach().abs().amax()) if args[0].numel() else 0.0
+            largest[name] = max(largest.get(name, 0.0), largest_now)
 
         return hook
 
     readers = _readers(layers)
-    paths = [(name, path) for name in wanted for path in readers.get(name.rpartition(".")[0], ())]
+    paths = [(name, path) for name in names for path in readers.get(name.rpartition(".")[0], ())]
     hooks = [layers[path].register_forward_pre_hook(seen(name)) for name, path in paths]
     try:
         with torch.no_grad():
@@ -177,13 +177,13 @@ def calibrate_inputs(
     finally:
         for hook in hooks:
             hook.remove()
-    for name in wanted:
+    for name in names:
         if not 0 < largest.get(name, 0.0) < float("inf"):
             raise LayerError(
                 f"calibrate_inputs: {name}: its input was never seen, or is {largest.get(name, 0.0)}; give other text, "
                 f"or another format of inputs than {STATIC}"
             )
-    return plan.with_inputs({name: with_scale(largest[name] / 127) for name in wanted})
+    return plan.with_inputs({name: with_scale(largest[name] / 127) for name in names})
 
 
 # ---- models that are not packed -------------------------------------------------------------------------------------

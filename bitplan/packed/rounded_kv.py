@@ -49,28 +49,28 @@ def round_kv(model: nn.Module, formats: KVFormats | str | None) -> None:
 
     Caches that `generate` or a caller makes are changed when they come in empty; one that holds tokens already stays.
     """
-    known = KVFormats.parse(formats) if isinstance(formats, str) else formats
-    if known is not None:
+    parsed = KVFormats.parse(formats) if isinstance(formats, str) else formats
+    if parsed is not None:
         from bitplan.packed.kv_cache import KVCache  # which needs transformers
 
-        KVCache(model.config, known)  # refuses what cannot be held, before a text is begun
+        KVCache(model.config, parsed)  # refuses what cannot be held, before a text is begun
     for key, hook in [*model._forward_pre_hooks.items()]:
         if isinstance(hook, _GiveCache):
             del model._forward_pre_hooks[key], model._forward_pre_hooks_with_kwargs[key]
             if hook.attention is not None:
                 model.set_attn_implementation(hook.attention)  # type: ignore[operator]
-    if known is not None:
-        model.register_forward_pre_hook(_GiveCache(known, _join_attention(model)), with_kwargs=True)
+    if parsed is not None:
+        model.register_forward_pre_hook(_GiveCache(parsed, _join_attention(model)), with_kwargs=True)
 
 
 def _join_attention(model: Any) -> str | None:
     """Give a model on a GPU the attention that reads codes; gives the name of its own, None where it keeps that."""
-    own = getattr(model.config, "_attn_implementation", None)
+    attention = getattr(model.config, "_attn_implementation", None)
     device = next((one.device for one in (*model.parameters(), *model.buffers())), None)
     if (
         device is None
         or device.type != "cuda"
-        or own != "sdpa"
+        or attention != "sdpa"
         or not getattr(model, "_supports_attention_backend", False)
     ):
         return None
@@ -78,7 +78,7 @@ def _join_attention(model: Any) -> str | None:
 
     kv_attention.register()
     model.set_attn_implementation(kv_attention.ATTENTION)
-    return str(own)
+    return str(attention)
 
 
 def kv_of(model: nn.Module) -> KVFormats | None:

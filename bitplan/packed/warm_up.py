@@ -25,19 +25,19 @@ def warm_up(model: nn.Module, rows: Sequence[int] = (1,), dtype: torch.dtype = t
     alone, joint = [], {}
     for layer in model.modules():
         if isinstance(layer, QuantLinear):
-            if layer.joint is not None and layer.joint.made() is not None:
+            if layer.joint is not None and layer.joint.joined_layer() is not None:
                 joint[id(layer.joint)] = layer.joint
             else:
                 alone.append(layer)
-    made = [*alone, *(each.made() for each in joint.values())]
+    layers = [*alone, *(projection.joined_layer() for projection in joint.values())]
     with torch.no_grad():
-        unlike = {(layer.weight.fmt.name, *layer.weight.shape, layer.weight.device): layer for layer in made}
+        unlike = {(layer.weight.fmt.name, *layer.weight.shape, layer.weight.device): layer for layer in layers}
         calls = [call for layer in unlike.values() for count in rows for call in _products(layer, count, dtype)]
         if calls:
-            compile_together(made[0].weight.device, calls)
+            compile_together(layers[0].weight.device, calls)
         for count in rows:
-            for each in joint.values():
-                for layer in [each.made()] if each.decide(count, dtype) else each.layers:
+            for projection in joint.values():
+                for layer in [projection.joined_layer()] if projection.decide(count, dtype) else projection.layers:
                     layer.settle(count, dtype)
             for layer in alone:
                 layer.settle(count, dtype)

@@ -355,7 +355,7 @@ class TrainingLog(JsonLog):
     ) -> None:
         head: dict[str, Any] = {"document": DOCUMENT, "version": VERSION, "run": run or Path(path).stem}
         head |= {key: dict(value) for key, value in (("machine", machine), ("versions", versions)) if value}
-        super().__init__(path, _FIRST_BYTES, what="training log", head=head, error=ReportError)
+        super().__init__(path, _FIRST_BYTES, noun="training log", head=head, error=ReportError)
 
     def write(self, step: int, loss: float, **figures: float) -> None:
         """Append one step; the line is in the file when this returns."""

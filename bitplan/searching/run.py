@@ -424,7 +424,7 @@ class Searcher:
         model = "a model" if self.subject.path is None else self.subject.path.name
         try:
             with JsonLog(
-                path, f'{{"document": "{document}"'.encode(), what="log of a search", may_lose_lines=True
+                path, f'{{"document": "{document}"'.encode(), noun="log of a search", may_lose_lines=True
             ) as self.clock.log:
                 start = {"document": document, "version": 1, "model": model, "goal": str(goal)}
                 self.clock.log.write_lines(start)

@@ -189,7 +189,7 @@ class Telemetry:
     def __init__(self, path: str | Path | None) -> None:
         self._log = None
         if path is not None:
-            self._log = JsonLog(path, _BEGINS, what="streaming telemetry file", may_lose_lines=True)
+            self._log = JsonLog(path, _BEGINS, noun="streaming telemetry file", may_lose_lines=True)
         self._pending: list[StepRecorder] = []
         self._last: StreamStepStats | StepRecorder | None = None
         self.steps = 0

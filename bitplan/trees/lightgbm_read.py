@@ -89,7 +89,7 @@ def lightgbm_classes_of(model: Any) -> Array | None:
 
 def read_lightgbm_file(path: str | Path) -> str:
     try:
-        data = load_bytes(path, FileFormatError, max_bytes=MAX_JSON_BYTES, what="LightGBM model's text")
+        data = load_bytes(path, FileFormatError, max_bytes=MAX_JSON_BYTES, noun="LightGBM model's text")
     except FileFormatError as error:
         raise FileFormatError(f"{error}; give a LightGBM model's text, or the path of its file") from None
     return lightgbm_text(data, str(path))

@@ -55,7 +55,7 @@ _TREE = dict.fromkeys((*NODE_FIELDS, *LEAF_FIELDS, "categories"), LIST)
 
 def load_trees(path: str | Path) -> BoostedTrees:
     """Read an estimator that `save` wrote, or a model that LightGBM saved as text."""
-    data = load_bytes(path, FileFormatError, max_bytes=MAX_JSON_BYTES, what="model of trees")
+    data = load_bytes(path, FileFormatError, max_bytes=MAX_JSON_BYTES, noun="model of trees")
     if data.startswith(b"tree\n"):
         return _from_text(lightgbm_text(data, str(path)), str(path))
     document = parse_json(data, where=str(path))

@@ -16,7 +16,7 @@ TEXT = b'{"step": -12, "name": "w"}\n'
 
 
 def open_log(path, **options):
-    return JsonLog(path, b'{"step": 0, "name": "', what="drift log", **options)
+    return JsonLog(path, b'{"step": 0, "name": "', noun="drift log", **options)
 
 
 def append(path):

@@ -176,7 +176,7 @@ def test_only_a_regular_file_is_replaced(tmp_path, monkeypatch):
     listening.bind("socket")
     before = {path.name: os.lstat(path).st_mode for path in tmp_path.iterdir()}
     for name, kind in {"folder": "a folder", "pipe": "a named pipe", "socket": "a socket", "full": "a device"}.items():
-        for write in (write_json, lambda path, _: JsonLog(path, b"{", what="log")):
+        for write in (write_json, lambda path, _: JsonLog(path, b"{", noun="log")):
             with pytest.raises(StoreError, match=f"{name}: is {kind}, and only a regular file can be written"):
                 write(tmp_path / name, {})
     with pytest.raises(OSError, match="symbolic links"):

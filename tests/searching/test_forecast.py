@@ -119,7 +119,7 @@ def test_steps_are_logged_once_a_second_and_the_last_of_a_phase_always(tmp_path,
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(forecast.time, "perf_counter", lambda: clock.now)
     searched = forecast.PhaseClock(forecast.no_stage)
-    with JsonLog(tmp_path / "log", b'{"phase"', what="log") as searched.log, searched("proving", 6) as advance:
+    with JsonLog(tmp_path / "log", b'{"phase"', noun="log") as searched.log, searched("proving", 6) as advance:
         for seconds in (0.0, 0.5, 0.6, 0.1, 0.1, 0.1):
             clock.now += seconds
             advance(1, "a plan")

@@ -83,7 +83,7 @@ class PreparedLaunch:
         compiled before. The function does not check for launch hooks.
         """
         parts = self.around_output(device)
-        last = tuple(each.data_ptr() for each in pointers)
+        last = tuple(pointer.data_ptr() for pointer in pointers)
         if parts is None or any(address & 15 for address in last):
             return None
         run, (x, y, z), fixed, tail = parts
@@ -101,7 +101,7 @@ class PreparedLaunch:
 
         These are the first pointers; the address is that of the last, which is the output.
         """
-        first = tuple(each.data_ptr() for each in pointers)
+        first = tuple(pointer.data_ptr() for pointer in pointers)
         compiled = self._compiled.get(device)
         if compiled is None or any(address & 15 for address in first):
             return None
@@ -117,15 +117,17 @@ class PreparedLaunch:
 
     def _as_read(self, pointers: tuple[Tensor | None, ...]) -> list[Tensor | None]:
         return [
-            None if each is None else each.view(self._types.get(index) or _AS_INTEGERS.get(each.dtype, each.dtype))
-            for index, each in enumerate(pointers)
+            None
+            if pointer is None
+            else pointer.view(self._types.get(index) or _AS_INTEGERS.get(pointer.dtype, pointer.dtype))
+            for index, pointer in enumerate(pointers)
         ]
 
 
-def compile_ahead(kernel: Any, *given: Any, **more: Any) -> None:
+def compile_ahead(kernel: Any, *arguments: Any, **more: Any) -> None:
     """Compile a kernel for the arguments of a launch; the interpreter compiles nothing."""
     if not INTERPRETED.value:
-        kernel.warmup(*given, grid=(1,), **more)
+        kernel.warmup(*arguments, grid=(1,), **more)
 
 
 @contextmanager
@@ -178,8 +180,8 @@ def launch_in_turn(launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor 
     """Launch kernels one after the other; each gets as many of these pointers, from the first, as it takes."""
     assert pointers[0] is not None
     if INTERPRETED.value:
-        for each in launches:
-            each._launch_ordinarily(pointers[: each._count])
+        for launch in launches:
+            launch._launch_ordinarily(pointers[: launch._count])
         return
     device = pointers[0].get_device()
     if device < 0 or current_device() == device:
@@ -194,19 +196,19 @@ current_device: Any = getattr(torch._C, "_cuda_getDevice", None)
 
 
 def _launch(device: int, launches: tuple[PreparedLaunch, ...], pointers: tuple[Tensor | None, ...]) -> None:
-    addresses = [0 if each is None else each.data_ptr() for each in pointers]
+    addresses = [0 if launch is None else launch.data_ptr() for launch in pointers]
     odd = functools.reduce(operator.or_, addresses) & 15
     kind: object = (device, *[address & 15 for address in addresses]) if odd else device
     stream, watched = triton.runtime.driver.active.get_current_stream(device), is_watched()
-    for each in launches:
-        compiled = each._compiled.get(kind)
+    for launch in launches:
+        compiled = launch._compiled.get(kind)
         if compiled is None or watched:
-            kernel = each._launch_ordinarily(pointers[: each._count])
+            kernel = launch._launch_ordinarily(pointers[: launch._count])
             if kernel is not None:  # a hook of Triton's may have taken the compilation over
-                each._compiled[kind] = _entry_of(kernel)
+                launch._compiled[kind] = _entry_of(kernel)
             continue
         run, fixed, _ = compiled
-        run(*each._grid, stream, *fixed, *addresses[: each._count], *each._tail)
+        run(*launch._grid, stream, *fixed, *addresses[: launch._count], *launch._tail)
 
 
 def _entry_of(kernel: Any) -> tuple[Any, tuple[Any, ...], Any]:

@@ -29,11 +29,11 @@ _forked = False
 
 def c_function(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """Compiles f(address) as a C function, cached on disk; Python may call it, which releases the interpreter lock."""
-    made: Any = CFunc(function, ((types.int64,), types.void), {}, {"error_model": "numpy"}, pipeline_class=compiler)
-    made._cache = cache_of(function)
-    made.compile()
-    called: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(made.address)
-    called.keeps, called.address = made, made.address
+    compiled: Any = CFunc(function, ((types.int64,), types.void), {}, {"error_model": "numpy"}, pipeline_class=compiler)
+    compiled._cache = cache_of(function)
+    compiled.compile()
+    called: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(compiled.address)
+    called.keeps, called.address = compiled, compiled.address
     return called
 
 
@@ -55,11 +55,11 @@ def _openmp() -> Any | None:
     """GNU OpenMP's function that starts a parallel region, from torch's library; None if torch has another OpenMP."""
     import torch  # whoever runs products has it
 
-    places = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
-    if not places or "OpenMP" not in torch.__config__.parallel_info():
+    libraries = sorted((Path(torch.__file__).parent / "lib").glob("libtorch_cpu.so"))
+    if not libraries or "OpenMP" not in torch.__config__.parallel_info():
         return None
     try:
-        start = ctypes.CDLL(str(places[0])).GOMP_parallel
+        start = ctypes.CDLL(str(libraries[0])).GOMP_parallel
     except (OSError, AttributeError):  # built without OpenMP, or with LLVM's
         return None
     start.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]

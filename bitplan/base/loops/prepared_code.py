@@ -62,10 +62,10 @@ def made_with() -> dict[str, str]:
 def name_of(function: Callable[..., Any], sig: Any) -> str | None:
     """A function with what it closes over and its arguments' types; None if it closes over more than numbers."""
     closed = [cell.cell_contents for cell in function.__closure__ or ()]
-    if not all(isinstance(each, numbers.Number) for each in closed):
+    if not all(isinstance(value, numbers.Number) for value in closed):
         return None
     kinds = sig.args if isinstance(sig, typing.Signature) else sig
-    return f"{function.__module__}.{function.__qualname__}{[int(each) for each in closed]}{tuple(map(str, kinds))}"
+    return f"{function.__module__}.{function.__qualname__}{[int(value) for value in closed]}{tuple(map(str, kinds))}"
 
 
 @functools.cache
@@ -80,9 +80,9 @@ def _loops() -> tuple[dict[str, Any], bytes]:
             if {key: index.get(key) for key in made_with()} != made_with():
                 return {}, b""
             code = file.read(CODE)
-            found = digest_of(loops, code)
-            if found != index.get("sha256"):
-                raise ValueError(f"sha256 is {found}, and {index.get('sha256')} in its index")
+            digest = digest_of(loops, code)
+            if digest != index.get("sha256"):
+                raise ValueError(f"sha256 is {digest}, and {index.get('sha256')} in its index")
     except (
         OSError,
         ValueError,

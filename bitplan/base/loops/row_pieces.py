@@ -1,12 +1,9 @@
 """Runs a compiled loop over rows on threads that need no interpreter (`helper_threads`), piece by piece.
 
-A thread takes the next piece of rows until none is left. The loop's arguments lie in one block of memory, a *job*; a
-small function (`loop_calls`) cuts arrays to the piece and calls the loop.
-
-C functions that call a numba loop whose arguments lie in memory, in the form in which its machine code takes them.
-
-So a thread that has no interpreter can call the loop: it needs one address. The function is written in LLVM's
-language, which takes numba no time.
+A thread takes the next piece of rows until none is left. The loop's arguments lie in one block of memory, a *job*, in
+the form in which the loop's machine code takes them. A small C function gets the job's address, cuts arrays to the
+piece and calls the loop, so that a thread without an interpreter can run it. That function is written in LLVM's
+language (`CallWriter`), which takes numba no time.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ BYTE: Any = ctypes.c_char.from_buffer
 
 
 def data_address(array: Array) -> int:
-    """Where an array's numbers lie, in a quarter of the time that numpy takes to say it."""
+    """The address of an array's numbers, in a quarter of the time that numpy takes to say it."""
     try:
         return int(ADDRESS(BYTE(array)))
     except (BufferError, TypeError, ValueError):  # with gaps, of no numbers, or not to be written
@@ -54,15 +51,15 @@ SIZE, DATA, SHAPE = 2, 4, 5
 RESULTS = 2  # arguments of machine code that come first: where a loop's result goes, and its error
 
 
-def words_of(given: Any) -> list[int]:
-    """As numba has it: of an array no owner, its size, bytes of a number, where it lies, its shape and strides."""
-    if isinstance(given, np.ndarray):
-        return [0, 0, given.size, given.itemsize, data_address(given), *given.shape, *given.strides]
-    if isinstance(given, tuple):
-        return [word for each in given for word in words_of(each)]
-    if isinstance(given, float):
-        return list(struct.unpack("q", struct.pack("d", given)))
-    number = int(given)
+def words_of(argument: Any) -> list[int]:
+    """An argument as machine code takes it: of an array its size, bytes of a number, address, shape and strides."""
+    if isinstance(argument, np.ndarray):
+        return [0, 0, argument.size, argument.itemsize, data_address(argument), *argument.shape, *argument.strides]
+    if isinstance(argument, tuple):
+        return [word for item in argument for word in words_of(item)]
+    if isinstance(argument, float):
+        return list(struct.unpack("q", struct.pack("d", argument)))
+    number = int(argument)
     return [number - 2**64 if number >= 2**63 else number]
 
 
@@ -90,15 +87,15 @@ class CallWriter:
     def call(self, loop: Any, kinds: list[Any], words: list[Any]) -> None:
         """Call the loop at this address, which returns nothing: its machine code takes each word as an argument."""
         builder, kind = self.builder, self.context.call_conv.get_function_type(types.none, kinds)
-        given = [cgutils.alloca_once(builder, slot.pointee) for slot in kind.args[:RESULTS]]
-        for wanted, word in zip(kind.args[RESULTS:], words, strict=True):
-            if isinstance(wanted, ir.PointerType):
-                given.append(builder.inttoptr(word, wanted))
-            elif isinstance(wanted, ir.DoubleType):
-                given.append(builder.bitcast(word, wanted))
+        values = [cgutils.alloca_once(builder, slot.pointee) for slot in kind.args[:RESULTS]]
+        for kind_of_word, word in zip(kind.args[RESULTS:], words, strict=True):
+            if isinstance(kind_of_word, ir.PointerType):
+                values.append(builder.inttoptr(word, kind_of_word))
+            elif isinstance(kind_of_word, ir.DoubleType):
+                values.append(builder.bitcast(word, kind_of_word))
             else:
-                given.append(word if wanted == INT64 else builder.trunc(word, wanted))
-        builder.call(builder.inttoptr(loop, ir.PointerType(kind)), given)
+                values.append(word if kind_of_word == INT64 else builder.trunc(word, kind_of_word))
+        builder.call(builder.inttoptr(loop, ir.PointerType(kind)), values)
 
 
 def written(write: Callable[[CallWriter], None]) -> Any:
@@ -114,9 +111,9 @@ def written(write: Callable[[CallWriter], None]) -> Any:
         library.add_ir_module(module)
         library.finalize()
         address = library.get_pointer_to_function(name)
-    made: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
-    made.keeps, made.address = library, address
-    return made
+    function: Any = ctypes.CFUNCTYPE(None, ctypes.c_int64)(address)
+    function.keeps, function.address = library, address
+    return function
 
 
 @functools.cache
@@ -177,7 +174,7 @@ def run(loop: Any, count: int, row_ns: float, *arguments: Any) -> None:
     """
     threads = threads_for(count, row_ns)
     if threads == 1:
-        loop(*[_whole(each, type(each), count) for each in arguments])
+        loop(*[_whole(argument, type(argument), count) for argument in arguments])
         return
     key = loop, *map(_key, arguments)
     if key not in _known:
@@ -185,8 +182,8 @@ def run(loop: Any, count: int, row_ns: float, *arguments: Any) -> None:
         _known[key] = _taker(forms), address_of(loop, kinds=tuple(kind for kind, _, _ in forms))
     taker, address = _known[key]
     job = [0, piece_rows(count, threads), count, address]
-    for each in arguments:
-        job += _words(each)
+    for argument in arguments:
+        job += _words(argument)
     words = np.array(job, np.int64)
     helper_threads.run(taker, words.ctypes.data, threads)
 
@@ -194,35 +191,35 @@ def run(loop: Any, count: int, row_ns: float, *arguments: Any) -> None:
 _known: dict[Any, tuple[Any, int]] = {}  # by loop and arguments: the function that takes pieces, and the loop's address
 
 
-def _key(given: Any) -> Any:
+def _key(argument: Any) -> Any:
     """What decides an argument's form: to ask numba for it takes longer than the work of a thread."""
-    if isinstance(given, Cut):
-        return given.array.dtype, given.array.ndim, given.array.flags.num, given.axis, given.share
-    if isinstance(given, np.ndarray):
-        return given.dtype, given.ndim, given.flags.num
-    return type(given)
+    if isinstance(argument, Cut):
+        return argument.array.dtype, argument.array.ndim, argument.array.flags.num, argument.axis, argument.share
+    if isinstance(argument, np.ndarray):
+        return argument.dtype, argument.ndim, argument.flags.num
+    return type(argument)
 
 
-def _whole(given: Any, kind: type, count: int) -> Any:
+def _whole(argument: Any, kind: type, count: int) -> Any:
     if kind is Cut:
-        return given.array
-    return given.more if kind is First else count if kind is End else given
+        return argument.array
+    return argument.more if kind is First else count if kind is End else argument
 
 
-def _form_of(given: Any) -> tuple[Any, int, int]:
+def _form_of(argument: Any) -> tuple[Any, int, int]:
     """The type that the loop gets; the axis along which it is cut (-1: it is not, -2: first row, -3: end); share."""
-    if isinstance(given, Cut):
-        kind = numba.typeof(given.array)
-        return (kind.copy(layout="A") if given.axis else kind), given.axis, given.share
-    if isinstance(given, First | End):
-        return types.int64, -2 if isinstance(given, First) else -3, 1
-    return numba.typeof(given), -1, 1
+    if isinstance(argument, Cut):
+        kind = numba.typeof(argument.array)
+        return (kind.copy(layout="A") if argument.axis else kind), argument.axis, argument.share
+    if isinstance(argument, First | End):
+        return types.int64, -2 if isinstance(argument, First) else -3, 1
+    return numba.typeof(argument), -1, 1
 
 
-def _words(given: Any) -> list[int]:
-    if isinstance(given, First):
-        return [given.more]
-    return [0] if isinstance(given, End) else words_of(given.array if isinstance(given, Cut) else given)
+def _words(argument: Any) -> list[int]:
+    if isinstance(argument, First):
+        return [argument.more]
+    return [0] if isinstance(argument, End) else words_of(argument.array if isinstance(argument, Cut) else argument)
 
 
 @functools.cache
@@ -242,7 +239,7 @@ def _write_taker(writer: CallWriter, forms: tuple[tuple[Any, int, int], ...]) ->
     builder.position_at_end(work)
     end = builder.add(first, piece)
     end = builder.select(builder.icmp_signed("<", end, count), end, count)
-    given, word = [], GIVEN
+    values, word = [], GIVEN
     for kind, axis, share in forms:
         words = [writer.load(word + at) for at in range(writer.count(kind))]
         word += len(words)
@@ -254,7 +251,7 @@ def _write_taker(writer: CallWriter, forms: tuple[tuple[Any, int, int], ...]) ->
             words[SIZE] = functools.reduce(builder.mul, words[SHAPE : SHAPE + kind.ndim])
         elif axis < -1:
             words = [end if axis == -3 else builder.add(words[0], first)]
-        given += words
-    writer.call(loop, [kind for kind, _, _ in forms], given)
+        values += words
+    writer.call(loop, [kind for kind, _, _ in forms], values)
     builder.branch(again)
     builder.position_at_end(done)

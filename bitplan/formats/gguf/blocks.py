@@ -41,26 +41,26 @@ class GgufQ40(Format):
         return -super().scale_for(limit)
 
     def quantize(
-        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+        self, blocks: Tensor, exact_scales: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         import torch
 
-        inverse = reciprocal(flush_small(wanted)).unsqueeze(-1)
+        inverse = reciprocal(flush_small(exact_scales)).unsqueeze(-1)
         codes = (blocks * inverse + 8.5).trunc().clamp(0, 15).to(torch.int8) - 8
-        return codes, wanted.to(torch.float16)
+        return codes, exact_scales.to(torch.float16)
 
 
 class GgufQ80(Format):
     """d = max |x| / 127; code = x / d rounded half away from zero."""
 
     def quantize(
-        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+        self, blocks: Tensor, exact_scales: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         import torch
 
         assert self.element is not None
-        codes = self.element.round(blocks * reciprocal(flush_small(wanted)).unsqueeze(-1))
-        return codes, wanted.to(torch.float16)
+        codes = self.element.round(blocks * reciprocal(flush_small(exact_scales)).unsqueeze(-1))
+        return codes, exact_scales.to(torch.float16)
 
 
 class GgufMxfp4(Format):
@@ -73,12 +73,12 @@ class GgufMxfp4(Format):
         return torch.where(limit > 0, torch.ldexp(torch.ones_like(limit), exponent.int()), 0.0)
 
     def quantize(
-        self, blocks: Tensor, wanted: Tensor, base: Tensor | None, zero_point: Tensor | None
+        self, blocks: Tensor, exact_scales: Tensor, base: Tensor | None, zero_point: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         import torch
 
         assert self.scales is not None
-        stored = self.scales.store(wanted, base)
+        stored = self.scales.store(exact_scales, base)
         magnitude = blocks.abs() * reciprocal(self.scales.load(stored, base)).unsqueeze(-1)
         codes = torch.zeros_like(magnitude, dtype=torch.uint8)
         for midpoint in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0):

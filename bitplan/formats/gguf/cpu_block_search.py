@@ -1,9 +1,8 @@
-"""The search for the scales of GGUF's blocks by compiled loops: the bits of `SearchBySums` in `formats.gguf.search`.
+"""Searches the scales of GGUF's blocks by compiled loops, with the same bits as the definition.
 
-By whole tensors each step of a block's search is some calls of torch, and rounding with feedback searches a few rows
-at a time, a thousand times a weight: there the calls took longer than the numbers. Importing this module imports numba.
-
-The compiled version of `bitplan.formats.gguf.search.TorchSums`, with the same bits.
+`CompiledSearch` does what `SearchBySums` does in `formats.gguf.search`, and `NumbaSums` what `TorchSums` does. By whole
+tensors each step of a block's search is some calls of torch, and rounding with feedback searches a few rows at a time,
+a thousand times a weight: there the calls took longer than the numbers.
 
 A group is 16 or 32 numbers, so that everything about it stays in registers and the L1 cache; groups are independent,
 and threads take runs of them. Importing this module imports numba.
@@ -182,17 +181,17 @@ def _best_of_group(x_G, w_G, starting, first, last, table, has_min, has_groups, 
         bottom = min(bottom, ZERO)
     extreme = top - bottom if has_min else (top if top > -bottom else bottom)
     best, best_low, least = ZERO, ZERO, ZERO
-    for place in range(starting.shape[0] + FIT_STEPS):
-        if place < starting.shape[0]:
-            scale = extreme * starting[place, 0]
-            low = bottom + extreme * starting[place, 1] if has_min else ZERO
+    for step in range(starting.shape[0] + FIT_STEPS):
+        if step < starting.shape[0]:
+            scale = extreme * starting[step, 0]
+            low = bottom + extreme * starting[step, 1] if has_min else ZERO
         else:
             scale, low = best, best_low
         _round(x_G, scale, low, first, last, table, v_G, size)
         scale, low = _fitted(x_G, w_G, v_G, weight, x_sum, scale, low, has_min, has_groups, buffer_G, size)
         _round(x_G, scale, low, first, last, table, v_G, size)
         error = _error(x_G, w_G, scale, low, v_G, buffer_G, size)
-        if place == 0 or error < least:
+        if step == 0 or error < least:
             best, best_low, least = scale, low, error
     return best, best_low
 
@@ -257,10 +256,10 @@ def codes(x_NG, scale_N, low_N, first, last, table, start, stop, out):
             if table.size == 0:
                 out[group, i] = np.uint8(min(max(np.rint(scaled), first), last) - first)
             else:
-                place = 0
+                code = 0
                 for step in range(table.size - 1):
-                    place += scaled > (table[step] + table[step + 1]) * F32(0.5)
-                out[group, i] = place
+                    code += scaled > (table[step] + table[step + 1]) * F32(0.5)
+                out[group, i] = code
 
 
 # ---- cpu block search ------------------------------------------------------------------------------------------------
@@ -437,16 +436,16 @@ def _neighbours(
     """The integers of a group or their neighbours, whichever give the least error."""
     scale, minimum = scales_P[part], mins_P[part]
     best, best_min, lowest = scale, minimum, ZERO
-    for place in range(-1, 9 if has_min else 3):
-        if place == (4 if has_min else 1):  # no move, which was tried first
+    for move in range(-1, 9 if has_min else 3):
+        if move == (4 if has_min else 1):  # no move, which was tried first
             continue
         tried, tried_min = scale, minimum
-        if place >= 0:
-            up, up_min = (place // 3, place % 3) if has_min else (place, 1)
+        if move >= 0:
+            up, up_min = (move // 3, move % 3) if has_min else (move, 1)
             tried = min(max(scale + F32(up - 1), least), most)
             tried_min = min(max(minimum + F32(up_min - 1), ZERO), most)
         error = _error_of(x_G, w_G, d * tried, -(dmin * tried_min), first, last, table, v_G, buffer_G, size)
-        if place < 0 or error < lowest:
+        if move < 0 or error < lowest:
             best, best_min, lowest = tried, tried_min, error
     scales_P[part], mins_P[part] = best, best_min
 
@@ -459,11 +458,11 @@ def _integers(numbers_P, weights_P, least, most, integers_P, tried_P, buffer_P, 
         bottom, top = min(bottom, numbers_P[part]), max(top, numbers_P[part])
     extreme = top if top > -bottom else bottom
     best, lowest = ZERO, ZERO
-    for place in range(10 if least < ZERO else 5):
+    for attempt in range(10 if least < ZERO else 5):
         end = top / most
         if least < ZERO:
-            end = extreme / least if place < 5 else extreme / most
-        step = _half(end * MULTIPLES[place % 5])
+            end = extreme / least if attempt < 5 else extreme / most
+        step = _half(end * MULTIPLES[attempt % 5])
         inverse = ZERO if step == ZERO else ONE / step
         for part in range(count):
             scaled = min(max(numbers_P[part] * inverse, least), most)
@@ -471,7 +470,7 @@ def _integers(numbers_P, weights_P, least, most, integers_P, tried_P, buffer_P, 
             difference = numbers_P[part] - tried_P[part] * step
             buffer_P[part] = weights_P[part] * (difference * difference)
         error = _halves(buffer_P, count)
-        if place == 0 or error < lowest:
+        if attempt == 0 or error < lowest:
             best, lowest = step, error
             for part in range(count):
                 integers_P[part] = tried_P[part]

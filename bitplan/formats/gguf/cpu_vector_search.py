@@ -45,10 +45,10 @@ class CompiledVectors:
         vectors = torch.empty((count, size // layout.width), dtype=torch.int32)
         signs = torch.empty((count, size // 8), dtype=torch.uint8)
         vv, xv = torch.empty(count), torch.empty(count)
-        given = [tensor.contiguous().numpy() for tensor in (x, w, scale)]
+        arrays = [tensor.contiguous().numpy() for tensor in (x, w, scale)]
         out = [tensor.numpy() for tensor in (vectors, signs, vv, xv)]
         book, even = book_of(layout.ggml_type), layout.even
-        on_threads(lambda run: nearest_of_groups(*given, *book, even, run.start, run.stop, *out), runs_of(count))
+        on_threads(lambda run: nearest_of_groups(*arrays, *book, even, run.start, run.stop, *out), runs_of(count))
         return Found(vectors, signs, vv, xv)
 
 
@@ -56,7 +56,7 @@ class CompiledVectors:
 
 
 @compiled
-def nearest_of_groups(x_NG, w_PG, scale_N, numbers, levels, begins, seconds, places, even, start, stop, *out):
+def nearest_of_groups(x_NG, w_PG, scale_N, numbers, levels, begins, seconds, indices, even, start, stop, *out):
     vectors_N, signs_N, vv_N, xv_N = out
     size, width = x_NG.shape[1], numbers.shape[1]
     v_G, one_G, two_G = np.empty(size, F32), np.empty(size, F32), np.empty(size, F32)
@@ -67,7 +67,7 @@ def nearest_of_groups(x_NG, w_PG, scale_N, numbers, levels, begins, seconds, pla
         for byte in range(size // 8):
             at = 8 * byte
             signs_N[group, byte] = nearest_eight(
-                x_NG, group, at, w_PG, period, at, scale, numbers, levels, begins, seconds, places, even, room, pair
+                x_NG, group, at, w_PG, period, at, scale, numbers, levels, begins, seconds, indices, even, room, pair
             )
             for vector in range(8 // width):
                 vectors_N[group, at // width + vector] = pair[vector]
@@ -94,7 +94,7 @@ def numbers_of_eight(signs, pair, numbers, v, at):
 
 @inlined
 def nearest_eight(
-    x_NG, group, first, w_PG, period, w_first, scale, numbers, levels, begins, seconds, places, even, room, pair
+    x_NG, group, first, w_PG, period, w_first, scale, numbers, levels, begins, seconds, indices, even, room, pair
 ):
     """The vectors of eight numbers, one or two, into `pair`; returns their signs, a bit each.
 
@@ -132,26 +132,26 @@ def nearest_eight(
                 _least_of_four(wrongs, 12, two_wrong_H)
         if width == 8 and turns:
             turned = 0
-            pair[0] = _nearest_vector(room, True, begins, seconds, places)[1]
+            pair[0] = _nearest_vector(room, True, begins, seconds, indices)[1]
             continue
-        cost, pair[vector] = _nearest_vector(room, False, begins, seconds, places)
+        cost, pair[vector] = _nearest_vector(room, False, begins, seconds, indices)
         if turns:
-            cost_turned, found_turned = _nearest_vector(room, True, begins, seconds, places)
+            cost_turned, index_turned = _nearest_vector(room, True, begins, seconds, indices)
             if vector == 0:
-                lost, lost_turned, other = cost, cost_turned, found_turned
+                lost, lost_turned, other = cost, cost_turned, index_turned
             elif F32(lost_turned + cost) <= F32(cost_turned + lost):
                 pair[0], turned = other, 0
             else:
-                pair[1], turned = found_turned, 1
+                pair[1], turned = index_turned, 1
     if turned >= 0:  # the sign that adds least
-        place, least = 0, ZERO
+        flipped, least = 0, ZERO
         for j in range(width):
             at = turned * width + j
             q = F32(double * F32(w_PG[period, w_first + at] * abs(x_NG[group, first + at])))
             added = F32(numbers[pair[turned], j] * F32(q + q))
             if j == 0 or added < least:
-                place, least = at, added
-        signs ^= 1 << place
+                flipped, least = at, added
+        signs ^= 1 << flipped
     return signs
 
 
@@ -170,27 +170,27 @@ def empty_room():
 
 @inlined
 def _terms(levels, p, q, terms, wrongs, at, count):
-    for place in range(count):
-        number = levels[place]
-        terms[at + place] = number * F32(F32(number * p) - q)
-        wrongs[at + place] = number * F32(q + q)
+    for level in range(count):
+        number = levels[level]
+        terms[at + level] = number * F32(F32(number * p) - q)
+        wrongs[at + level] = number * F32(q + q)
 
 
 @inlined
 def _sums_of_two(terms, at, out):
     for a in range(8):
-        left = terms[at + a]
+        first = terms[at + a]
         for b in range(8):
-            out[8 * a + b] = left + terms[at + 8 + b]
+            out[8 * a + b] = first + terms[at + 8 + b]
 
 
 @inlined
 def _least_of_two(wrongs, at, out):
     for a in range(8):
-        left = wrongs[at + a]
+        one = wrongs[at + a]
         for b in range(8):
-            right = wrongs[at + 8 + b]
-            out[8 * a + b] = left if left < right else right
+            other = wrongs[at + 8 + b]
+            out[8 * a + b] = one if one < other else other
 
 
 @inlined
@@ -198,26 +198,26 @@ def _sums_of_four(terms, at, out):
     """Sums of four numbers with three levels each, 81."""
     for a in range(3):
         for b in range(3):
-            left = terms[at + a] + terms[at + 3 + b]
+            first_two = terms[at + a] + terms[at + 3 + b]
             for c in range(3):
                 for d in range(3):
-                    out[27 * a + 9 * b + 3 * c + d] = left + F32(terms[at + 6 + c] + terms[at + 9 + d])
+                    out[27 * a + 9 * b + 3 * c + d] = first_two + F32(terms[at + 6 + c] + terms[at + 9 + d])
 
 
 @inlined
 def _least_of_four(wrongs, at, out):
     for a in range(3):
         for b in range(3):
-            left = min(wrongs[at + a], wrongs[at + 3 + b])
+            one = min(wrongs[at + a], wrongs[at + 3 + b])
             for c in range(3):
                 for d in range(3):
-                    right = min(wrongs[at + 6 + c], wrongs[at + 9 + d])
-                    out[27 * a + 9 * b + 3 * c + d] = left if left < right else right
+                    other = min(wrongs[at + 6 + c], wrongs[at + 9 + d])
+                    out[27 * a + 9 * b + 3 * c + d] = one if one < other else other
 
 
 @inlined
-def _nearest_vector(room, turns, begins, seconds, places):
-    """The least cost of a vector, with its place; of equal ones the first."""
+def _nearest_vector(room, turns, begins, seconds, indices):
+    """The least cost of a vector, with its index; of equal ones the first."""
     terms, wrongs, one_H, two_H, one_wrong_H, two_wrong_H = room
     count = begins.size - 1
     start, least_second, least_turn, wrong = 0, ZERO, F32(np.inf), ZERO
@@ -229,15 +229,15 @@ def _nearest_vector(room, turns, begins, seconds, places):
     else:
         for j in range(4):
             start = 3 * start + _least(terms, 3 * j, 3)[1]
-        left, right = (
+        first_half, second_half = (
             _least(terms, 12, 3)[0] + _least(terms, 15, 3)[0],
             _least(terms, 18, 3)[0] + _least(terms, 21, 3)[0],
         )
-        least_second = F32(left + right)
+        least_second = F32(first_half + second_half)
         if turns:
             for j in range(4, 8):
                 least_turn = min(least_turn, _least(wrongs, 3 * j, 3)[0])
-    best, place = F32(np.inf), np.uint32(0)
+    best, index = F32(np.inf), np.uint32(0)
     for step in range(count + 1):
         part = np.uint32(step - 1 if step > 0 else start)
         first = one_H[part]
@@ -253,17 +253,17 @@ def _nearest_vector(room, turns, begins, seconds, places):
             if turns:
                 other = two_wrong_H[second]
                 cost = F32(cost + (wrong if wrong < other else other))
-            if cost < best or (cost == best and places[at] < place):
-                best, place = cost, places[at]
-    return best, place
+            if cost < best or (cost == best and indices[at] < index):
+                best, index = cost, indices[at]
+    return best, index
 
 
 @inlined
 def _least(numbers, first, count):
-    """The least of some numbers, with its place."""
-    least, place = numbers[first], 0
+    """The least of some numbers, with its index."""
+    least, index = numbers[first], 0
     for at in range(1, count):
         number = numbers[first + at]
-        place = at if number < least else place
+        index = at if number < least else index
         least = number if number < least else least
-    return least, place
+    return least, index

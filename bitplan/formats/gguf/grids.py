@@ -105,8 +105,8 @@ class VectorLayout:
         if "pairs" in names:
             parts["pairs"] = _bytes(blocks.vectors | seven.int() << 9, 2)
         if "words" in names or "mixed" in names:
-            places = torch.arange(4, device=seven.device) * 7
-            words = (seven.reshape(count, -1, 4) << places).sum(-1) | blocks.scales.long() << 28
+            shifts = torch.arange(4, device=seven.device) * 7
+            words = (seven.reshape(count, -1, 4) << shifts).sum(-1) | blocks.scales.long() << 28
             parts["words"] = _bytes(words, 4)
             both = parts["vectors"].reshape(count, 8, -1), parts["words"].reshape(count, 8, 4)
             parts["mixed"] = torch.cat(both, dim=2).flatten(1)
@@ -128,7 +128,7 @@ class VectorLayout:
             signs = parts["signs"] if "signs" in parts else raw[:, :0]
         if "words" in parts:
             words = _whole(parts["words"], 4)
-            fields = [words >> 7 * place & 127 for place in range(4)]
+            fields = [words >> 7 * index & 127 for index in range(4)]
             signs, scales = _ninth_sign(_stacked(fields)), (words >> 28).to(raw.dtype)
         else:
             scales = Plane(4, 1).unpack(parts["scales"])
@@ -162,13 +162,13 @@ def _bytes(words: Tensor, size: int) -> Tensor:
     """[B, n] integers -> [B, n x size] bytes, the lowest first."""
     import torch
 
-    return _stacked([words >> 8 * place & 255 for place in range(size)]).to(torch.uint8)
+    return _stacked([words >> 8 * index & 255 for index in range(size)]).to(torch.uint8)
 
 
 def _whole(raw: Tensor, size: int) -> Tensor:
     """The opposite of `_bytes`, in int64."""
     lanes = raw.reshape(len(raw), -1, size).long()
-    return sum((lanes[:, :, place] << 8 * place for place in range(1, size)), lanes[:, :, 0])
+    return sum((lanes[:, :, index] << 8 * index for index in range(1, size)), lanes[:, :, 0])
 
 
 def _stacked(fields: list[Tensor]) -> Tensor:
@@ -202,9 +202,9 @@ def codebook(ggml_type: str, device: torch.device | str = "cpu") -> Codebook:
     numbers = torch.from_numpy(kind.grid.reshape(kind.grid_shape).copy())
     levels = numbers.unique()
     count, half = len(levels), numbers.shape[1] // 2
-    places = torch.searchsorted(levels, numbers)
+    level_of = torch.searchsorted(levels, numbers)
     powers = count ** torch.arange(half - 1, -1, -1)
-    first, second = (places[:, :half] * powers).sum(1), (places[:, half:] * powers).sum(1)
+    first, second = (level_of[:, :half] * powers).sum(1), (level_of[:, half:] * powers).sum(1)
     return Codebook(*(table.to(device) for table in (numbers, levels, first, second)))
 
 
@@ -267,9 +267,9 @@ def _nearest(x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout, book: Co
     ways = torch.tensor(list(itertools.product(range(len(book.levels)), repeat=half)), device=x.device)
     sums, least_wrong = [], []
     for first in (0, half):
-        parts = [terms[:, first + place, ways[:, place]] for place in range(half)]
+        parts = [terms[:, first + j, ways[:, j]] for j in range(half)]
         sums.append(parts[0] + parts[1] if half == 2 else (parts[0] + parts[1]) + (parts[2] + parts[3]))
-        flips = [wrong[:, first + place, ways[:, place]] for place in range(half)]
+        flips = [wrong[:, first + j, ways[:, j]] for j in range(half)]
         least_wrong.append(functools.reduce(torch.minimum, flips))
     cost = sums[0][:, book.first] + sums[1][:, book.second]
     least, best = cost.min(dim=1)
@@ -285,9 +285,9 @@ def _nearest(x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout, book: Co
             takes = (torch.stack([one[:, 0] <= one[:, 1], one[:, 0] > one[:, 1]], 1) & odd.unsqueeze(1)).reshape(-1)
         best = torch.where(takes, best_flipped, best)
         numbers = book.numbers[best]
-        place = (numbers * (q + q).squeeze(-1)).min(dim=1).indices
-        here = torch.arange(width, device=x.device) == place.unsqueeze(1)
-        bits = bits ^ (here & takes.unsqueeze(1)).reshape(-1, SIGNED)
+        j = (numbers * (q + q).squeeze(-1)).min(dim=1).indices
+        is_weakest = torch.arange(width, device=x.device) == j.unsqueeze(1)
+        bits = bits ^ (is_weakest & takes.unsqueeze(1)).reshape(-1, SIGNED)
     signs = Plane(1, 1).pack(bits.reshape(groups, -1).to(torch.uint8))
     v = book.numbers[best].reshape(groups, -1) * signs_of(signs)
     vectors = best.reshape(groups, -1).int()
@@ -299,8 +299,8 @@ def search_vectors(matrix: Tensor, weights: Tensor, layout: VectorLayout, search
     import torch
 
     x, per_block = matrix.reshape(-1, layout.group), NUMBERS // layout.group
-    wanted, vv = (part.reshape(-1, per_block) for part in _best_scales(x, weights, layout, search))
-    d, scales = _first_steps(wanted, vv, layout)
+    exact_scales, vv = (part.reshape(-1, per_block) for part in _best_scales(x, weights, layout, search))
+    d, scales = _first_steps(exact_scales, vv, layout)
     nearest, scales = _neighbours(x, weights, d, scales, layout, search)
     for _ in range(REFINEMENTS):
         d = _fitted(d, layout.multiples(scales), nearest.vv.reshape(d.shape[0], -1), nearest.xv.reshape(d.shape[0], -1))
@@ -313,8 +313,8 @@ def _best_scales(x: Tensor, w: Tensor, layout: VectorLayout, search: VectorSearc
     """The best scale of each group, [N], and the sum of w v v for its vectors."""
     extreme = x.abs().amax(dim=1) / codebook(layout.ggml_type, x.device).levels[-1]
     best = _fit(x, w, extreme * STARTS[0], layout, search)
-    for place in range(1, len(STARTS) + FIT_STEPS):
-        tried = extreme * STARTS[place] if place < len(STARTS) else best[0]
+    for attempt in range(1, len(STARTS) + FIT_STEPS):
+        tried = extreme * STARTS[attempt] if attempt < len(STARTS) else best[0]
         fit = _fit(x, w, tried, layout, search)
         best = _chosen(fit[2] > best[2], fit, best)
     return best[0], best[1]
@@ -327,22 +327,22 @@ def _fit(x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout, search: Vect
     return fitted, nearest.vv, fitted * nearest.xv
 
 
-def _first_steps(wanted: Tensor, curve: Tensor, layout: VectorLayout) -> tuple[Tensor, Tensor]:
-    """[B] d and [B, G] multiples as stored, such that d x multiple is near the wanted scales."""
-    top = wanted.amax(dim=1) / (layout.unit * (2 * MOST + 1))
-    best = _steps(wanted, curve, top, layout)
+def _first_steps(exact_scales: Tensor, curve: Tensor, layout: VectorLayout) -> tuple[Tensor, Tensor]:
+    """[B] d and [B, G] multiples as stored, such that d x multiple is near the exact scales."""
+    top = exact_scales.amax(dim=1) / (layout.unit * (2 * MOST + 1))
+    best = _steps(exact_scales, curve, top, layout)
     for multiple in MULTIPLES:
-        steps = _steps(wanted, curve, top * multiple, layout)
+        steps = _steps(exact_scales, curve, top * multiple, layout)
         best = _chosen(steps[2] < best[2], steps, best)
     return best[0], best[1]
 
 
-def _steps(wanted: Tensor, curve: Tensor, step: Tensor, layout: VectorLayout) -> tuple[Tensor, ...]:
+def _steps(exact_scales: Tensor, curve: Tensor, step: Tensor, layout: VectorLayout) -> tuple[Tensor, ...]:
     """A step as float16, the nearest multiples as they are stored, and what is lost."""
     d = as_half(step)
-    whole = wanted * reciprocal(d * layout.unit).unsqueeze(-1)
-    stored = ((whole - 1) * 0.5).round().clamp(0, MOST)
-    difference = wanted - d.unsqueeze(-1) * layout.multiples(stored)
+    multiples = exact_scales * reciprocal(d * layout.unit).unsqueeze(-1)
+    stored = ((multiples - 1) * 0.5).round().clamp(0, MOST)
+    difference = exact_scales - d.unsqueeze(-1) * layout.multiples(stored)
     return d, stored, by_halves(curve * (difference * difference))
 
 

@@ -94,8 +94,8 @@ class Layout:
         if blocks.dmin is not None:
             parts["dmin"] = float_bytes(blocks.dmin)
         shift = 0
-        for place, plane in enumerate(self.planes):
-            parts[f"plane{place}"] = plane.pack(blocks.codes >> shift & (2**plane.bits - 1))
+        for index, plane in enumerate(self.planes):
+            parts[f"plane{index}"] = plane.pack(blocks.codes >> shift & (2**plane.bits - 1))
             shift += plane.bits
         if blocks.scales is not None:
             parts["scales"] = self._pack_scales(blocks.scales, blocks.mins)
@@ -108,8 +108,8 @@ class Layout:
         parts = self._split(raw)
         codes = torch.zeros((raw.shape[0], self.numbers), dtype=torch.uint8, device=raw.device)
         shift = 0
-        for place, plane in enumerate(self.planes):
-            codes |= plane.unpack(parts[f"plane{place}"]) << shift
+        for index, plane in enumerate(self.planes):
+            codes |= plane.unpack(parts[f"plane{index}"]) << shift
             shift += plane.bits
         return self._with_scales(codes, parts)
 

@@ -65,7 +65,7 @@ def starts(layout: Layout) -> tuple[Start, ...]:
     if count == 8:
         return tuple(Start(sign * (1.1 - 0.075 * step)) for sign in (1.0, -4 / 3) for step in range(9))
     step = 0.02 if count == 32 else 0.015
-    return tuple(Start(1.04 - step * place) for place in range(14 if count == 32 else 9))
+    return tuple(Start(1.04 - step * index) for index in range(14 if count == 32 else 9))
 
 
 # ---- the definition of GroupSums -----------------------------------------------------------------------------------
@@ -137,10 +137,10 @@ def _codes(x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
     scaled = (x - low.unsqueeze(-1)) * reciprocal(flush_small(scale)).unsqueeze(-1)
     if layout.table is None:
         return scaled.round().clamp(layout.low, layout.high)
-    places = scaled.new_zeros(scaled.shape)
+    indices = scaled.new_zeros(scaled.shape)
     for one, two in zip(layout.table, layout.table[1:], strict=False):
-        places += scaled > (one + two) / 2
-    return places
+        indices += scaled > (one + two) / 2
+    return indices
 
 
 def _error(x: Tensor, w: Tensor, v: Tensor, scale: Tensor, low: Tensor) -> Tensor:
@@ -223,9 +223,9 @@ def column_weights(matrix: Tensor, importance: Tensor | None, group: int) -> Ten
 
     if importance is None:
         return matrix.new_ones((1, group))
-    given = importance.to(matrix.device, torch.float64).reshape(-1)
-    weights = (given / given.mean().clamp(min=1e-300)).clamp(1e-6, 1e6).float()
-    return weights.repeat(matrix.shape[1] // given.numel()).reshape(-1, group)
+    per_column = importance.to(matrix.device, torch.float64).reshape(-1)
+    weights = (per_column / per_column.mean().clamp(min=1e-300)).clamp(1e-6, 1e6).float()
+    return weights.repeat(matrix.shape[1] // per_column.numel()).reshape(-1, group)
 
 
 def _half(numbers: Tensor) -> Tensor:

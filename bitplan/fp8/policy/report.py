@@ -234,7 +234,7 @@ class Report:
 
     @classmethod
     def load(cls, path: str | Path) -> Report:
-        data = load_bytes(path, BenchReportError, max_bytes=MAX_JSON_BYTES, what="report")
+        data = load_bytes(path, BenchReportError, max_bytes=MAX_JSON_BYTES, noun="report")
         return parse_report(data, where=str(path))
 
 

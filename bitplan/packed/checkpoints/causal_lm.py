@@ -17,8 +17,7 @@ then applied to the very same numbers.
 
 transformers fills tensors that are missing with random numbers; here such a model is refused, with the names.
 
-Lets transformers read a GGUF file once: it opens the file for the config, the tokenizer and the weights.
-
+`one_gguf_reader` lets transformers read a GGUF file once, which opens it for the config, the tokenizer and the weights.
 gguf's reader takes a slice of a memory map for every token of the vocabulary, and each runs Python code of NumPy's;
 of a plain array over the same bytes it does not. Opening SmolLM2-135M took 35 s of CPU time, and takes 24.
 """
@@ -77,15 +76,15 @@ def one_gguf_reader() -> Iterator[None]:
                 self.data = self.data.view(np.ndarray)
             return super()._get(*args, **options)
 
-    made: dict[Path, Any] = {}
+    readers: dict[Path, Any] = {}
 
     def reader(path: Any, *args: Any, **options: Any) -> Any:
         if args or options:
             return PlainReader(path, *args, **options)
-        place = Path(path).resolve()
-        if place not in made:
-            made[place] = PlainReader(path)
-        return made[place]
+        resolved = Path(path).resolve()
+        if resolved not in readers:
+            readers[resolved] = PlainReader(path)
+        return readers[resolved]
 
     with _replacing:
         before = gguf.GGUFReader
@@ -170,8 +169,8 @@ class CausalLM:
     @property
     def device(self) -> torch.device:
         """The device that token ids must be on."""
-        place: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
-        return place
+        device: torch.device = self.model.get_input_embeddings().weight.device  # type: ignore[operator]
+        return device
 
     @property
     def vocabulary(self) -> int:
@@ -220,10 +219,10 @@ class CausalLM:
     def prefix(self) -> Tensor:
         """The tokens that the tokenizer puts before every text, such as a beginning-of-sequence token."""
         sample = "a b a"
-        own, whole = self._tokens(sample, special=False), self._tokens(sample, special=True)
-        for start in range(len(whole) - len(own) + 1):
-            if whole[start : start + len(own)] == own:
-                return torch.tensor(whole[:start], dtype=torch.int64)
+        plain, full = self._tokens(sample, special=False), self._tokens(sample, special=True)
+        for start in range(len(full) - len(plain) + 1):
+            if full[start : start + len(plain)] == plain:
+                return torch.tensor(full[:start], dtype=torch.int64)
         raise MeasureError(f"{self.where}: the tokenizer gives other tokens with its special tokens than without")
 
     def windows(self, text: str, context: int) -> list[Tensor]:
@@ -248,38 +247,38 @@ def late_logits_of(model: nn.Module) -> Callable[[Tensor], Tensor | LateLogits]:
     tokens, with a body that gives what it gave before.
     """
     body = model._modules.get(str(getattr(model, "base_model_prefix", "")))
-    whole = functools.partial(logits_of, model)
+    all_at_once = functools.partial(logits_of, model)
     if body is None:
-        return whole
+        return all_at_once
 
     def late(ids: Tensor) -> Tensor | LateLogits:
-        seen: list[Any] = []
+        outputs: list[Any] = []
         compute = body.forward
 
         def last_token(*args: Any, **options: Any) -> Any:
-            seen.append(compute(*args, **options))
-            return _with_states(seen[0], seen[0][0][:, -1:])
+            outputs.append(compute(*args, **options))
+            return _with_states(outputs[0], outputs[0][0][:, -1:])
 
         with _body_gives(body, last_token):
             last = logits_of(model, ids)
-        if len(seen) != 1 or last.shape[1] != 1:
-            return whole(ids)
-        template = _with_states(seen[0], seen[0][0][:, :0])
+        if len(outputs) != 1 or last.shape[1] != 1:
+            return all_at_once(ids)
+        template = _with_states(outputs[0], outputs[0][0][:, :0])
 
         def head(states: Tensor, some_ids: Tensor) -> Tensor:
             with _body_gives(body, lambda *_args, **_options: _with_states(template, states)):
                 return logits_of(model, some_ids)
 
-        return LateLogits(seen[0][0], ids, last.shape[-1], head)
+        return LateLogits(outputs[0][0], ids, last.shape[-1], head)
 
     ids = torch.arange(1, 9, device=next(model.parameters()).device)[None]
     with torch.no_grad():
-        pieces, expected = late(ids), whole(ids)[0]
+        pieces, expected = late(ids), all_at_once(ids)[0]
         if not isinstance(pieces, LateLogits):
-            return whole
+            return all_at_once
         joined = torch.cat([pieces.of_window(0, slice(0, 3)), pieces.of_window(0, slice(3, 8))])
     is_same = joined.shape == expected.shape and torch.allclose(joined, expected, rtol=1e-4, atol=1e-4)
-    return late if is_same else whole
+    return late if is_same else all_at_once
 
 
 def _with_states(output: Any, states: Tensor) -> Any:
@@ -303,10 +302,10 @@ def _body_gives(body: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
 
 def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> CausalLM:
     """Read a model; `config` is a folder or a GGUF file with config and tokenizer, for a file of weights alone."""
-    source, said = Path(path), None if config is None else Path(config)
-    folder = check_model_source(source, said)
+    source, config_path = Path(path), None if config is None else Path(config)
+    folder = check_model_source(source, config_path)
     require("transformers", purpose=f"reading {source.name}", extra="models")
-    with open_named(source, said) as file, silence_transformers():
+    with open_named(source, config_path) as file, silence_transformers():
         stored = {name: spec.nbytes for name, spec in file.specs.items()}
         formats = {name: spec.format for name, spec in file.specs.items() if spec.format != spec.dtype}
         if isinstance(file, GGUFModel):
@@ -317,7 +316,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
         else:
             tokenizer = read_tokenizer(folder, source)
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
-            ours = said is not None or source.is_file() or _is_packed(file)
+            ours = config_path is not None or source.is_file() or _is_packed(file)
             model = _model_of(file, folder, str(source)) if ours else read_model(source, _place(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored, formats)
     require_causal(lm, lm)
@@ -352,10 +351,10 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     config = _read("AutoConfig", folder, "config.json", _place(folder))
-    known = AutoModelForCausalLM._model_mapping.get(type(config), None)
-    if known is None:
+    mapped = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if mapped is None:
         raise MeasureError(f"{folder}: transformers has no causal language model of type {config.model_type!r:.80}")
-    classes = known if isinstance(known, tuple | list) else (known,)
+    classes = mapped if isinstance(mapped, tuple | list) else (mapped,)
     named = [one for one in classes if one.__name__ in (config.architectures or ())]
     if getattr(config, "quantization_config", None) is not None and not _is_packed(file):
         raise MeasureError(
@@ -390,15 +389,15 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
         raise MeasureError(
             f"{source}: is split, and transformers reads GGUF from one file; merge it with llama-gguf-split"
         )
-    place = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    location = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
     with one_gguf_reader():
-        return read_gguf_tokenizer(source, file.metadata), read_model(source, place)
+        return read_gguf_tokenizer(source, file.metadata), read_model(source, location)
 
 
-def read_model(source: Path, place: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
-    """The model of a folder, or of the `place` that transformers finds it at; "auto": in the type of its file."""
+def read_model(source: Path, location: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
+    """The model of a folder, or of the `location` that transformers finds it at; "auto": in the type of its file."""
     options = {"dtype": dtype, "use_safetensors": True}
-    model, info = _read("AutoModelForCausalLM", source, "the model", (place or _place(source)) | options | REPORTED)
+    model, info = _read("AutoModelForCausalLM", source, "the model", (location or _place(source)) | options | REPORTED)
     if info.get("missing_keys"):
         _refuse_without_head(model, str(source))
     require_complete(info, str(source))
@@ -409,8 +408,8 @@ def _refuse_without_head(model: Any, where: str) -> None:
     """Refuse an encoder or a body alone, by the class that its config says it was saved from: it lacks a head."""
     from transformers import AutoModelForCausalLM
 
-    known = AutoModelForCausalLM._model_mapping.get(type(model.config), ())
-    classes = known if isinstance(known, tuple | list) else (known,)
+    mapped = AutoModelForCausalLM._model_mapping.get(type(model.config), ())
+    classes = mapped if isinstance(mapped, tuple | list) else (mapped,)
     saved_from = getattr(model.config, "architectures", None) or ()
     if saved_from and not any(one.__name__ in saved_from for one in classes):
         raise MeasureError(no_causal_model(where, str(saved_from[0])))
@@ -424,7 +423,7 @@ def no_causal_model(where: str, kind: str) -> str:
     )
 
 
-def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
+def _read(reader: str, source: Path, noun: str, options: dict[str, Any]) -> Any:
     """Read with transformers; any error of its many readers becomes one line."""
     import transformers
 
@@ -432,7 +431,7 @@ def _read(reader: str, source: Path, what: str, options: dict[str, Any]) -> Any:
     is_gguf = "gguf_file" in options
     hint = "; if the file holds no tokenizer, give the Hugging Face folder" if is_gguf else ""
     allowed = {"local_files_only": True, "trust_remote_code": remote_code_allowed()}
-    where, settings = f"{source}: transformers cannot read {what}", {"config": None} if is_gguf else None
+    where, settings = f"{source}: transformers cannot read {noun}", {"config": None} if is_gguf else None
     with foreign_faults(MeasureError, where, hint, settings):
         return getattr(transformers, reader).from_pretrained(**allowed, **options)
 
@@ -443,9 +442,9 @@ def require_causal(lm: CausalLM, logits: Callable[[Tensor], Tensor]) -> None:
     ids = torch.arange(1, 9).remainder(rows)[None].repeat(2, 1)
     ids[1, -1] = (ids[0, -1] + 1) % rows
     with torch.no_grad():
-        given = logits(ids)
-    one, two = given[:, :-1].double()
-    allowed = 1e-4 if given.dtype == torch.float32 else 0.1  # float32 is off by less, and a few steps of bfloat16
+        predicted = logits(ids)
+    one, two = predicted[:, :-1].double()
+    allowed = 1e-4 if predicted.dtype == torch.float32 else 0.1  # float32 is off by less, and a few steps of bfloat16
     if float((one - two).abs().max()) > allowed * float(one.abs().max()):
         kind = getattr(lm.model.config, "model_type", type(lm.model).__name__)
         raise MeasureError(

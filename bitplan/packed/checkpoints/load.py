@@ -123,7 +123,7 @@ def load_packed(
     masters   fill the Parameters of `model` where they are, which can be trained on: a packed tensor becomes a version
               of its Parameter, as `morph_model` makes one, and eval-mode forwards use it
     """
-    started, place, where = time.perf_counter(), device_of(device), str(path)
+    started, target_device, where = time.perf_counter(), device_of(device), str(path)
     check_strategy(strategy, where)
     _check_arguments(path, model, dtype, check)
     set_inputs({}, inputs, "load_packed")  # refuses an unknown name before anything is read
@@ -132,7 +132,7 @@ def load_packed(
         return _load_masters(source, model, dtype, check, started)
     if model is None:
         require_transformers(where)
-    with _open(source, has_model=model is not None, manifest=manifest, device=place) as file:
+    with _open(source, has_model=model is not None, manifest=manifest, device=target_device) as file:
         config, plan = _read_folder(source, file, has_model=model is not None)
         if isinstance(file, SchemeTensors):
             file.decode_where(format_fault)  # formats that no packed layer holds, such as tiles of several rows
@@ -140,38 +140,38 @@ def load_packed(
             target = model
         else:
             built_type = file.dtype if isinstance(file, GptOssTensors) else None
-            target = empty_model(file.folder, config or {}, dtype or built_type, place)
-        assignment, dtypes = decide(target, file, plan, dtype, place, where)
+            target = empty_model(file.folder, config or {}, dtype or built_type, target_device)
+        assignment, dtypes = decide(target, file, plan, dtype, target_device, where)
         if check == "deep":
             _refuse_bad_numbers(file)
-        allocated = _start_counting(place)
-        values = read_values(target, assignment, file, place, dtypes, plan=plan, may_round=dtype is not None)
+        allocated = _start_counting(target_device)
+        values = read_values(target, assignment, file, target_device, dtypes, plan=plan, may_round=dtype is not None)
         parameters = make_parameters(target, values)
         layers = make_layers(target.get_submodule, values, parameters, strategy=strategy, cache=cache, dtypes=dtypes)
         rounded = folder_inputs(config, plan) if inputs is None else inputs
         set_inputs(layers, inputs_by_target(rounded, assignment, where), where)
         is_on_meta = all(tensor.is_meta for tensor in (*target.parameters(), *target.buffers()))
         if model is not None and hasattr(target, "initialize_weights") and is_on_meta:
-            _compute_buffers(target, place)
+            _compute_buffers(target, target_device)
         place_all(target, values, parameters, layers)
         if (kv := folder_kv(config, where)) is not None and hasattr(target, "config"):
             round_kv(target, kv)
         own_config = config if file.folder == source else None  # one that was made for a file is not kept
         folder = source if source.is_dir() else None
-        finish(target, file, assignment, place, folder=folder, config=own_config, plan=plan, where=where)
+        finish(target, file, assignment, target_device, folder=folder, config=own_config, plan=plan, where=where)
         distinct = list({id(value): value for value in values.values()}.values())
         packed = [value for value in distinct if isinstance(value, PackedWeight)]
         report = LoadReport(
             path=where,
             layout=file.kind if isinstance(file, SchemeTensors | GGUFModel | GptOssTensors) else "bitplan",
-            device=str(place),
+            device=str(target_device),
             file_bytes=sum(one.stat().st_size for one in file.files),
             device_bytes=sum(value.nbytes for value in distinct),
             packed_bytes=sum(value.nbytes for value in packed),
             packed_tensors=len(packed),
             plain_tensors=len(distinct) - len(packed),
             seconds=time.perf_counter() - started,
-            peak_bytes=None if allocated is None else torch.cuda.max_memory_allocated(place) - allocated,
+            peak_bytes=None if allocated is None else torch.cuda.max_memory_allocated(target_device) - allocated,
         )
     return Loaded(target, report)
 
@@ -267,10 +267,10 @@ def finish(
 
 def device_of(device: torch.device | str) -> torch.device:
     """The device, with its index; a device that does not exist is an error, before anything is read."""
-    place = known_device(device, "load to the CPU")
-    if place.type == "cuda" and place.index is None:
+    checked = known_device(device, "load to the CPU")
+    if checked.type == "cuda" and checked.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return place
+    return checked
 
 
 def require_transformers(where: str) -> None:
@@ -285,8 +285,8 @@ def _check_arguments(path: object, model: object, dtype: object, check: object) 
             f"got a {type(path).__name__} and a {type(model).__name__}"
         )
     if dtype is not None and dtype not in INPUTS:
-        known = ", ".join(str(one).removeprefix("torch.") for one in INPUTS)
-        raise StoreError(f"{path}: dtype must be a float type of torch ({known}), got {dtype!r}")
+        types = ", ".join(str(one).removeprefix("torch.") for one in INPUTS)
+        raise StoreError(f"{path}: dtype must be a float type of torch ({types}), got {dtype!r}")
     if check not in CHECKS:
         raise StoreError(f"{path}: check must be {' or '.join(map(repr, CHECKS))}, got {check!r}")
     if not Path(path).exists():
@@ -323,8 +323,8 @@ def _read_folder(source: Path, file: TensorFile, *, has_model: bool) -> tuple[di
 
 def empty_model(folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, device: torch.device) -> nn.Module:
     """The model of a folder's config; its parameters lie on meta, its computed buffers on the device."""
-    wanted = dtype or _stored_type(config, folder / CONFIG)
-    model = describe_files.empty_model(folder, wanted, ties=False, remote_code=remote_code_allowed())
+    model_dtype = dtype or _stored_type(config, folder / CONFIG)
+    model = describe_files.empty_model(folder, model_dtype, ties=False, remote_code=remote_code_allowed())
     with silence_transformers():
         with foreign_faults(FileFormatError, f"{folder / CONFIG}: no model can be made of it"):
             _compute_buffers(model, device)
@@ -439,11 +439,11 @@ def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
     if isinstance(item, Encoded) and item.fmt.scales is not None and item.scales is not None:
         load, base = item.fmt.scales.load, item.base
         rows = (item.scales,) if base is not None else item.scales.flatten().split(_CHECKED_AT_ONCE)
-        pieces, what = (load(some, base) for some in rows), f"scales of {item.fmt.name}"
+        pieces, noun = (load(some, base) for some in rows), f"scales of {item.fmt.name}"
     elif isinstance(item, Encoded) and isinstance(item.fmt, GgufBlocks):
-        pieces, what = (item.fmt.stored_scales(item.data),), f"scales of {item.fmt.name}"
+        pieces, noun = (item.fmt.stored_scales(item.data),), f"scales of {item.fmt.name}"
     elif isinstance(item, Tensor) and item.is_floating_point() and guess_role(name) == "norm":
-        pieces, what = (item.float() if item.itemsize == 1 else item,), "numbers of a norm"
+        pieces, noun = (item.float() if item.itemsize == 1 else item,), "numbers of a norm"
     else:
         return
     bad = total = 0
@@ -451,7 +451,7 @@ def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
         bad, total = bad + int((~numbers.isfinite()).sum()), total + numbers.numel()
     if bad:
         raise FileFormatError(
-            f"{file.path}: {name!r}: {bad} of {total} {what} are NaN or infinite; "
+            f"{file.path}: {name!r}: {bad} of {total} {noun} are NaN or infinite; "
             "mend the checkpoint, or download it again"
         )
 
@@ -636,8 +636,8 @@ def place_all(
 
 def check_filled(model: nn.Module, where: str) -> None:
     """Raise if a tensor was left on meta."""
-    left = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if left:
+    unfilled = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if unfilled:
         raise StoreError(
-            f"{where}: {len(left)} tensors were not loaded, and are still on the meta device: {listed(left)}"
+            f"{where}: {len(unfilled)} tensors were not loaded, and are still on the meta device: {listed(unfilled)}"
         )

@@ -120,13 +120,13 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
             device_map, str
         ):  # "auto" and similar names spread a model over devices; a packed model goes to the first
             device_map = {"": "cuda" if torch.cuda.is_available() else "cpu"}
-        places = {"cpu"} if device_map is None else set(device_map.values())
-        if len(places) > 1 or "disk" in places:
+        devices = {"cpu"} if device_map is None else set(device_map.values())
+        if len(devices) > 1 or "disk" in devices:
             raise StoreError(
-                f"from_pretrained: a packed model goes to one device, and device_map names {sorted(map(str, places))}; "
-                "give one, such as device_map='cuda'"
+                "from_pretrained: a packed model goes to one device, and device_map names "
+                f"{sorted(map(str, devices))}; give one, such as device_map='cuda'"
             )
-        self._device = device_of(next(iter(places)))
+        self._device = device_of(next(iter(devices)))
         return {"": self._device}
 
     def update_attn_implementation(self, config: Any) -> Any:

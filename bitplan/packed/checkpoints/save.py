@@ -201,25 +201,25 @@ def _in_gpt_oss_layout(one: _SavedTensor) -> list[_SavedTensor]:
 
 def _items(model: nn.Module, source: LoadedFrom | None) -> tuple[dict[str, _SavedTensor], dict[str, str]]:
     """Every tensor of the file by name, and the names that share one."""
-    held = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
+    items = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
     objects = {name: id(item) for name, item in own_tensors(model).items()}
     recipes = {} if source is None else {target: recipe for recipe in source.recipes for target in recipe.targets}
     saved: dict[str, _SavedTensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
-    for name in sorted(held, key=lambda name: name not in recipes):
+    for name in sorted(items, key=lambda name: name not in recipes):
         if objects[name] in first and name not in recipes:
             tied[name] = first[objects[name]]
             continue
         first.setdefault(objects[name], name)
         recipe = recipes.get(name)
         if recipe is None:
-            saved[name] = _saved(name, held[name], None)
+            saved[name] = _saved(name, items[name], None)
             continue
         _require_pieces(recipe)
         for piece in recipe.pieces:
             dtype = None if source is None else source.dtypes.get(piece.name)
-            part = held[name] if recipe.is_one and piece.item is None else _cut(held[name], piece.place, piece.shape)
+            part = items[name] if recipe.is_one and piece.item is None else _cut(items[name], piece.place, piece.shape)
             saved[piece.name] = _saved(piece.name, part, dtype)
     if hasattr(model, "all_tied_weights_keys"):
         tied = {}  # its config says which tensors are tied
@@ -238,10 +238,10 @@ def _require_pieces(recipe: TensorRecipe) -> None:
         )
 
 
-def _cut(item: Tensor | Encoded, place: tuple[int | slice, ...], shape: tuple[int, ...]) -> Tensor | Encoded:
+def _cut(item: Tensor | Encoded, index: tuple[int | slice, ...], shape: tuple[int, ...]) -> Tensor | Encoded:
     if isinstance(item, Tensor):
-        return item[place]
-    return Encoded(item.fmt, shape, **{name: part[place] for name, part in item.parts.items()})
+        return item[index]
+    return Encoded(item.fmt, shape, **{name: part[index] for name, part in item.parts.items()})
 
 
 def _saved(name: str, item: Tensor | Encoded, stored: torch.dtype | None) -> _SavedTensor:
@@ -260,7 +260,7 @@ def _holds(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
     """The plan that the model was packed by; tensors that have changed since get new entries."""
-    known = {} if source is None or source.plan is None else source.plan.entries
+    planned = {} if source is None or source.plan is None else source.plan.entries
     stays = choose_formats({name: one for name, one in saved.items() if not one.encoded}, {})
     entries = {}
     for name, one in saved.items():
@@ -268,13 +268,13 @@ def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
             entry = Planned(Choice(one.format, _HELD, cause="held"), one.shape, guess_role(name))
         else:
             entry = stays.entries[name]
-            held = Choice(entry.choice.format, _HELD, cause="held")
-            entry = Planned(held, entry.shape, entry.role, stored=entry.stored)
-        before = known.get(name)
+            choice = Choice(entry.choice.format, _HELD, cause="held")
+            entry = Planned(choice, entry.shape, entry.role, stored=entry.stored)
+        before = planned.get(name)
         same = before is not None and _layout(before) == _layout(entry)
         entries[name] = before if before is not None and same else entry
     if source is not None and source.plan is not None:
-        entries |= {alias: known[alias] for alias in source.tied if alias in known}
+        entries |= {alias: planned[alias] for alias in source.tied if alias in planned}
     return Plan(entries, padding="none" if source is None or source.plan is None else source.plan.padding)
 
 

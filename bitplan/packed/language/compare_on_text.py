@@ -136,26 +136,26 @@ def compare_on_text(
     config      a folder or GGUF file with config and tokenizer, for a file of weights alone
     on_windows  called with the number of windows to measure; gives what is called with those just done, and of what
     """
-    given = settings or TextSettings()
-    kv = None if given.kv is None else KVFormats.parse(given.kv)
-    rounded = given.inputs if given.inputs == AS_LLAMA_CPP else input_format(given.inputs)
-    device = known_device(given.device, "compute on the CPU")
+    chosen = settings or TextSettings()
+    kv = None if chosen.kv is None else KVFormats.parse(chosen.kv)
+    rounded = chosen.inputs if chosen.inputs == AS_LLAMA_CPP else input_format(chosen.inputs)
+    device = known_device(chosen.device, "compute on the CPU")
     paths = [Path(path) for path in (reference, candidate) if path is not None]
-    first, second = (lm.to(device, given.dtype) for lm in _load_pair(paths[0], paths[-1], config))
-    context = given.context or min(LONGEST_CONTEXT, *(lm.positions or LONGEST_CONTEXT for lm in (first, second)))
+    first, second = (lm.to(device, chosen.dtype) for lm in _load_pair(paths[0], paths[-1], config))
+    context = chosen.context or min(LONGEST_CONTEXT, *(lm.positions or LONGEST_CONTEXT for lm in (first, second)))
     for lm in (second, first):
         lm.check_context(context)
     if first.model is not second.model:
         require_same_tokens(second, first, text)
     windows = second.windows(text, context)
-    windows = windows if given.tokens is None else spread_windows(windows, given.tokens)
+    windows = windows if chosen.tokens is None else spread_windows(windows, chosen.tokens)
     is_itself = candidate is None and rounded in (None, AS_LLAMA_CPP) and kv is None
     jobs: list[_Job] = [] if is_itself else [(Path(second.where).name, None, None, None)]
     jobs += [_job(second, variant) for variant in variants]
     for _, formats, rule, pad in jobs:  # refuse what a format cannot hold before anything is measured
         morphed_twin(second, formats, scale_rule=rule, pad=pad)
-    run = QualityRun(first, windows, given.batch)
-    advance = (on_windows or _unseen)(len(windows) * (1 + given.floor + len(jobs)))
+    run = QualityRun(first, windows, chosen.batch)
+    advance = (on_windows or _unseen)(len(windows) * (1 + chosen.floor + len(jobs)))
 
     def counted(label: str) -> OnWindows:
         return lambda count: advance(count, label)
@@ -164,10 +164,10 @@ def compare_on_text(
         first.where,
         second.where,
         context,
-        given.batch,
+        chosen.batch,
         rounded,
         run.measure_reference(f"reference: {Path(first.where).name}", counted("reference")),
-        run.measure_floor(counted("noise floor")) if given.floor else None,
+        run.measure_floor(counted("noise floor")) if chosen.floor else None,
         [
             run.measure(
                 label, second, formats, scale_rule=rule, pad=pad, inputs=rounded, kv=kv, on_windows=counted(label)
@@ -331,19 +331,19 @@ def morphed_twin(
     if isinstance(formats, Plan):
         formats = formats.with_inputs(dict.fromkeys(formats.inputs))  # the caller rounds them
     turned = _packed_transposed(twin, formats)
-    for place, fmt in turned:
+    for named, fmt in turned:
         filled = pad or (formats.pad if isinstance(formats, Plan) else None)
-        packed = encode(with_output_rows(place), fmt, scale_rule=scale_rule, pad=filled)
-        numbers = decode(packed, place.parameter.dtype).mT.contiguous()
-        place.module._parameters[place.local] = nn.Parameter(numbers, requires_grad=False)
+        packed = encode(with_output_rows(named), fmt, scale_rule=scale_rule, pad=filled)
+        numbers = decode(packed, named.parameter.dtype).mT.contiguous()
+        named.module._parameters[named.local] = nn.Parameter(numbers, requires_grad=False)
     if turned:
         assert isinstance(formats, Plan)
         stays = {
-            place.name: Planned(
-                Choice(name, "quantized already", cause="held"), tuple(place.parameter.shape), stored=name
+            named.name: Planned(
+                Choice(name, "quantized already", cause="held"), tuple(named.parameter.shape), stored=name
             )
-            for place, _ in turned
-            if (name := dtype_name(place.parameter.dtype))
+            for named, _ in turned
+            if (name := dtype_name(named.parameter.dtype))
         }
         formats = Plan({**formats.entries, **stays}, padding=formats.padding)
         if all(entry.stored is not None for entry in formats.entries.values()):
@@ -357,17 +357,17 @@ def _packed_transposed(model: nn.Module, formats: Wanted | None) -> list[tuple[N
     if not isinstance(formats, Plan):
         return []
     planned = [
-        (place, get_format(formats[place.name].format))
-        for place in named_parameters_of(model)
-        if place.name in formats and formats.entries[place.name].stored is None
+        (named, get_format(formats[named.name].format))
+        for named in named_parameters_of(model)
+        if named.name in formats and formats.entries[named.name].stored is None
     ]
-    return [(place, fmt) for place, fmt in planned if not fmt.is_cast and are_columns(place.module, place.local)]
+    return [(named, fmt) for named, fmt in planned if not fmt.is_cast and are_columns(named.module, named.local)]
 
 
 def _packed_bytes(model: nn.Module, formats: Wanted | None) -> dict[str, int]:
     return {
-        place.name: fmt.nbytes(packed_shape(place.module, place.local, tuple(place.parameter.shape)))
-        for place, fmt in _packed_transposed(model, formats)
+        named.name: fmt.nbytes(packed_shape(named.module, named.local, tuple(named.parameter.shape)))
+        for named, fmt in _packed_transposed(model, formats)
     }
 
 
@@ -396,24 +396,24 @@ def plan_for_model(
     A plan may have GGUF's names, which are translated. A parameter without an entry is an error. Tensors that stay
     count, in bits per weight, with their bytes in the file.
     """
-    places = named_parameters_of(model)
+    parameters = named_parameters_of(model)
     if not isinstance(formats, Plan):
         first_names = dict(model.named_parameters(remove_duplicate=isinstance(formats, Manifest)))
         tensors = {
-            place.name: replace(place.spec(), shape=packed_shape(place.module, place.local, place.spec().shape))
-            for place in places
-            if place.name in first_names
+            named.name: replace(named.spec(), shape=packed_shape(named.module, named.local, named.spec().shape))
+            for named in parameters
+            if named.name in first_names
         }
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
     formats.require_whole(where, rounds_inputs=True)
-    known = {place.name for place in places}
+    names = {named.name for named in parameters}
     families = [shipped_manifest(name).aliases for name in GGUF_MANIFESTS]
     entries: dict[str, Planned] = {}
     for name, entry in formats.entries.items():
         ours = [name, *(aliases.to_ours(name) for aliases in families)]
-        entries[next((each for each in ours if each in known), name)] = entry
-    by_parameter = {id(place.parameter): entries[place.name] for place in places if place.name in entries}
-    missing = list(dict.fromkeys(place.name for place in places if id(place.parameter) not in by_parameter))
+        entries[next((own_name for own_name in ours if own_name in names), name)] = entry
+    by_parameter = {id(named.parameter): entries[named.name] for named in parameters if named.name in entries}
+    missing = list(dict.fromkeys(named.name for named in parameters if id(named.parameter) not in by_parameter))
     if missing:
         raise PlanError(f"{where}: nothing is said of {listed(missing)}; plan every parameter of the model")
     return Plan(entries, padding=formats.padding)
@@ -432,12 +432,12 @@ def bits_per_weight(model: nn.Module, stored: Mapping[str, int]) -> float:
     """
     formats = formats_of(model)
     sizes: Mapping[int, tuple[int, int]] = {
-        id(place.parameter): (
-            formats[place.name].nbytes(tuple(place.parameter.shape))
-            if place.name in formats
-            else stored.get(place.name, place.parameter.nbytes),
-            place.parameter.numel(),
+        id(named.parameter): (
+            formats[named.name].nbytes(tuple(named.parameter.shape))
+            if named.name in formats
+            else stored.get(named.name, named.parameter.nbytes),
+            named.parameter.numel(),
         )
-        for place in reversed(named_parameters_of(model))
+        for named in reversed(named_parameters_of(model))
     }
     return 8 * sum(nbytes for nbytes, _ in sizes.values()) / sum(count for _, count in sizes.values())

@@ -4,10 +4,9 @@ The loop is our own, so that words can be shown as they come and each step can b
 the same tokens (greedy; with rounded inputs, but where two are about as likely). On a CPU the tokens of packed models
 of a known structure go past the model's own modules (`token_steps`).
 
-How fast a language model reads a prompt and makes tokens, at some batch sizes, alone or in turns with another.
-
-When models take turns, other load on the machine slows both alike. For the prompt the shortest of several repeats
-counts, for tokens the median step.
+`bench_models` times how fast a model reads a prompt and makes tokens, at some batch sizes, alone or in turns with
+another: when models take turns, other load on the machine slows both alike. For the prompt the shortest of several
+repeats counts, for tokens the median step.
 """
 
 from __future__ import annotations
@@ -67,20 +66,20 @@ def load_for_running(
             this, and where nothing is said int8 on a CPU, if all products are then such of whole numbers
     kv      formats of keys and values, such as "int8:int4", or "keep"; None: what a packed folder says
     """
-    place, source = device_of(device), Path(path)
+    target, source = device_of(device), Path(path)
     kept_in = None if kv is None or kv == KEEP else KVFormats.parse(kv, str(path))
     asked = None if inputs == AUTO else input_format(inputs, str(path))
     require_transformers(str(path))
-    wanted = dtype or (torch.float32 if place.type == "cpu" else None)
+    float_type = dtype or (torch.float32 if target.type == "cpu" else None)
     if source.is_dir():
-        model, tokenizer = _of_folder(source, place, wanted), None
+        model, tokenizer = _of_folder(source, target, float_type), None
     elif config is None and is_gguf(source) and is_folder_like(source):
         with open_tensors(source) as file:
             tokenizer = read_gguf_tokenizer(source, file.metadata)
-        model = load_packed(source, device=place, dtype=wanted).model
+        model = load_packed(source, device=target, dtype=float_type).model
     else:
         lm = load_causal_lm(source, config=config)
-        model, tokenizer = lm.model.to(place, wanted), lm.tokenizer
+        model, tokenizer = lm.model.to(target, float_type), lm.tokenizer
     is_pair = bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
     if is_pair or not model.can_generate():  # type: ignore[operator]
         raise MeasureError(no_causal_model(str(path), type(model).__name__))
@@ -96,11 +95,11 @@ def load_for_running(
     return lm
 
 
-def _of_folder(source: Path, place: torch.device, dtype: torch.dtype | None) -> nn.Module:
+def _of_folder(source: Path, device: torch.device, dtype: torch.dtype | None) -> nn.Module:
     if is_packed_config(read_config(source)) or is_gpt_oss(source):
-        return load_packed(source, device=place, dtype=dtype).model
+        return load_packed(source, device=device, dtype=dtype).model
     with silence_transformers():
-        model: nn.Module = read_model(source, dtype=dtype or "auto").to(place)
+        model: nn.Module = read_model(source, dtype=dtype or "auto").to(device)
     return model
 
 
@@ -272,10 +271,12 @@ def _render(lm: CausalLM, messages: Sequence[Message], **options: Any) -> Any:
 
 def _end_tokens(lm: CausalLM, *, is_chat: bool) -> set[int]:
     """Tokens after which nothing comes: those of the generation config, the tokenizer's, and of a turn's end."""
-    said: Any = getattr(getattr(lm.model, "generation_config", None), "eos_token_id", None)
-    ends = list(said) if isinstance(said, list | tuple) else [said, lm.tokenizer.eos_token_id]
+    end_ids: Any = getattr(getattr(lm.model, "generation_config", None), "eos_token_id", None)
+    ends = list(end_ids) if isinstance(end_ids, list | tuple) else [end_ids, lm.tokenizer.eos_token_id]
     if not all(token is None or type(token) is int for token in ends):
-        raise MeasureError(f"{lm.where}: generation_config.json: eos_token_id must be whole numbers, got {show(said)}")
+        raise MeasureError(
+            f"{lm.where}: generation_config.json: eos_token_id must be whole numbers, got {show(end_ids)}"
+        )
     return {token for token in ends if token is not None} | (_end_of_turn(lm) if is_chat else set())
 
 
@@ -373,7 +374,7 @@ def bench_models(
                 on_turn(f"batch {batch}, {lm.where}")
         reference = statistics.median(steps[-1])
         for index, lm in enumerate(models):
-            each, prefill_s = statistics.median(steps[index]), min(prefills[index])
+            step_s, prefill_s = statistics.median(steps[index]), min(prefills[index])
             rows.append(
                 BenchRow(
                     model=lm.where,
@@ -382,10 +383,10 @@ def bench_models(
                     tokens=tokens,
                     prefill_s=prefill_s,
                     prefill_tokens_per_second=batch * prompt_tokens / prefill_s,
-                    decode_ms=1000 * each,
-                    decode_tokens_per_second=batch / each,
+                    decode_ms=1000 * step_s,
+                    decode_tokens_per_second=batch / step_s,
                     weight_bytes=sizes[index],
-                    speedup=reference / each if index + 1 < len(models) else None,
+                    speedup=reference / step_s if index + 1 < len(models) else None,
                     inputs=shown_inputs(lm.model),
                     kv=shown_kv(lm.model),
                 )
@@ -399,14 +400,14 @@ def _run(lm: CausalLM, batch: int, prompt_tokens: int, tokens: int) -> list[floa
     ids = torch.arange(batch * prompt_tokens, device=device).remainder(lm.vocabulary).reshape(batch, prompt_tokens)
     times, decoding = [], Decoding(lm.model)
     with torch.inference_mode():
-        for made in range(tokens):
+        for index in range(tokens):
             _wait(device)
             started = time.perf_counter()
             logits = decoding(ids)
             ids = logits.argmax(dim=-1, keepdim=True)
             _wait(device)
             times.append(time.perf_counter() - started)
-            require_finite(logits, lm, prompt_tokens + made)  # not timed
+            require_finite(logits, lm, prompt_tokens + index)  # not timed
     return times
 
 

@@ -16,12 +16,12 @@ as an independent sample is too small. Here a window is one sample, whatever its
 sampling). Neighbouring windows share it too, if less: 95% intervals are by blocks of windows, with Student's
 distribution, not the normal one.
 
-Measures the reference's own noise: how far its results are apart when it is computed in two equally valid ways.
-
-A difference from the reference means little if the reference itself varies as much. The second way is how such models
-are commonly run: the same weights, activations in bfloat16. It is simulated by rounding the output of every part of the
-model, the residual stream included, to bfloat16; sums stay in float32, as matrix units accumulate, and so do the
-logits, which makes the floor low rather than high. (The idea of a self-noise floor in a quality report is exllamav3's.)
+`round_activations` serves to measure the reference's own noise: how far its results are apart when it is computed in
+two equally valid ways. A difference from the reference means little if the reference itself varies as much. The second
+way is how such models are commonly run: the same weights, activations in bfloat16. It is simulated by rounding the
+output of every part of the model, the residual stream included, to bfloat16; sums stay in float32, as matrix units
+accumulate, and so do the logits, which makes the floor low rather than high. (The idea of a self-noise floor in a
+quality report is exllamav3's.)
 """
 
 from __future__ import annotations
@@ -173,16 +173,16 @@ LogitsOf = Callable[[Tensor], Any]
 def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
     """As many whole windows as `tokens` allows, evenly spread: the head of a text may be a single article."""
     context = len(windows[0])
-    wanted = tokens // context
-    if wanted < 1:
+    count = tokens // context
+    if count < 1:
         raise MeasureError(
             f"a limit of {tokens} tokens is less than one window of context, {context}; raise the limit",
             settings={"tokens": context},
         )
-    whole = [window for window in windows if len(window) == context]
-    if wanted >= len(whole):
+    full = [window for window in windows if len(window) == context]
+    if count >= len(full):
         return list(windows)
-    return [whole[index * len(whole) // wanted] for index in range(wanted)]
+    return [full[index * len(full) // count] for index in range(count)]
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------
@@ -267,8 +267,8 @@ class CachedLogits:
                 self.budget_bytes -= item.nbytes
                 self._cached[keys[row]] = item.clone()  # a view would hold the whole batch
         items = [computed[row] if row in computed else self._cached[key] for row, key in enumerate(keys)]
-        whole = items[0][None] if len(items) == 1 else torch.stack(items)  # of a large vocabulary a copy takes long
-        return whole if self._late is None else replace(self._late, states=whole, ids=ids)
+        joined = items[0][None] if len(items) == 1 else torch.stack(items)  # of a large vocabulary a copy takes long
+        return joined if self._late is None else replace(self._late, states=joined, ids=ids)
 
     def _compute(self, ids: Tensor) -> Tensor:
         logits = _logits(self.model, ids)
@@ -340,17 +340,17 @@ class _WindowLogits:
 
     def __init__(self, logits: Tensor | LateLogits, ids: Tensor, first: int, name: str) -> None:
         self._logits, self._first, self._name = logits, first, name
-        given = logits if isinstance(logits, Tensor) else logits.states
-        if given.shape[:-1] != ids.shape:
+        states = logits if isinstance(logits, Tensor) else logits.states
+        if states.shape[:-1] != ids.shape:
             raise MeasureError(
-                f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(given.shape)}"
+                f"{name}: expected logits of shape {(*ids.shape, 'vocabulary')}, got {tuple(states.shape)}"
             )
-        self.vocabulary = given.shape[-1] if isinstance(logits, Tensor) else logits.vocabulary
+        self.vocabulary = states.shape[-1] if isinstance(logits, Tensor) else logits.vocabulary
 
     def of_window(self, row: int, tokens: slice) -> Tensor:
         """Logits [tokens, vocabulary], all of them finite."""
-        whole = self._logits
-        logits = whole[row, tokens] if isinstance(whole, Tensor) else whole.of_window(row, tokens)
+        source = self._logits
+        logits = source[row, tokens] if isinstance(source, Tensor) else source.of_window(row, tokens)
         bad = ~torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(dim=0)  # of NaN it gives NaN
         if bad.any():
             raise MeasureError(

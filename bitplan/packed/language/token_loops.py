@@ -48,8 +48,8 @@ X, ADDED, WEIGHT, Y, WIDTH, EPS, COS, SIN, KEYS, VALUES, SCORES, AT, QUERIES, HE
 
 
 @inlined
-def field(job, place):
-    return read(job + 8 * place, I64)
+def field(job, index):
+    return read(job + 8 * index, I64)
 
 
 @inlined
@@ -159,13 +159,13 @@ class StepLoops:
         functions()[0](job.buffer_info()[0])
         return self._normed
 
-    def attention(self, made: Tensor, held: Tensor, at: int, cos: Tensor, sin: Tensor) -> Tensor:
+    def attention(self, projected: Tensor, cache: Tensor, at: int, cos: Tensor, sin: Tensor) -> Tensor:
         """Of queries, keys and values of a token [1, heads of all three * width], which are turned in place."""
-        job, room = self._job, held.shape[2]
+        job, room = self._job, cache.shape[2]
         if self._scores.shape[-1] != room:
             self._scores = torch.empty(self._queries, room)
-        keys, values = held.data_ptr(), held.data_ptr() + held.stride(0) * 4
-        job[X], job[KEYS], job[VALUES], job[AT], job[ROOM] = made.data_ptr(), keys, values, at, room
+        keys, values = cache.data_ptr(), cache.data_ptr() + cache.stride(0) * 4
+        job[X], job[KEYS], job[VALUES], job[AT], job[ROOM] = projected.data_ptr(), keys, values, at, room
         job[COS], job[SIN], job[SCORES], job[NEXT] = cos.data_ptr(), sin.data_ptr(), self._scores.data_ptr(), 0
         work = self._queries * job[WIDTH] * (at + 1) * 2
         run(functions()[1], job.buffer_info()[0], 1 if work < LEAST_FOR_THREADS else min(thread_count(), job[HEADS]))

@@ -91,11 +91,11 @@ _structures: WeakKeyDictionary[nn.Module, tuple[list[ref[Any]], _Structure | str
 def structure_of(model: nn.Module) -> _Structure | str:
     """The parts of a model in the order of its run, or why its steps are not known; seen anew where one changed."""
     parts = [*model.modules(), *model.parameters()]
-    held, structure = _structures.get(model, ([], ""))
-    if len(held) == len(parts) and all(one() is part for one, part in zip(held, parts, strict=True)):
+    references, structure = _structures.get(model, ([], ""))
+    if len(references) == len(parts) and all(one() is part for one, part in zip(references, parts, strict=True)):
         return structure
     try:
-        structure = _see(model, view_of(model, anew=bool(held)))
+        structure = _see(model, view_of(model, anew=bool(references)))
     except (PlanError, _UnknownError) as error:
         structure = str(error)
     _structures[model] = [ref(part) for part in parts], structure
@@ -133,8 +133,8 @@ def _see(model: nn.Module, view: ModelView) -> _Structure:
         _require(is_plain and not mlp.is_fused and mlp.activation in ACTIVATIONS, "projections are joined, or others")
         _require(not mlp.has_casts and mlp.only_down, "numbers of the MLP are read by others")
         output = linears[attention.outputs[0]]
-        made = (output.output, mlp.down.output)
-        _require(made == (first.added, second.added), "something lies between a product and its sum")
+        outputs = (output.output, mlp.down.output)
+        _require(outputs == (first.added, second.added), "something lies between a product and its sum")
         blocks.append(
             _Block(
                 _norm(model, before, reading),
@@ -190,13 +190,13 @@ class TokenSteps:
     def _grow(self, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Room for more tokens; keys and values [layers, 2, heads, tokens, width] and angles of all positions."""
         room = self.length + ROOM
-        held = torch.empty(len(filled), 2, self._heads, room, self._width)
+        cache = torch.empty(len(filled), 2, self._heads, room, self._width)
         for layer, pair in enumerate(filled):
             for which, numbers in enumerate(pair):
-                held[layer, which, :, : self.length] = numbers.reshape(self._heads, self.length, self._width)
-        self._held = held
+                cache[layer, which, :, : self.length] = numbers.reshape(self._heads, self.length, self._width)
+        self._held = cache
         rotary: Any = self._structure.rotary
-        cos, sin = rotary(held, torch.arange(room).unsqueeze(0))
+        cos, sin = rotary(cache, torch.arange(room).unsqueeze(0))
         # Halves of a head are turned against each other: x cos + (-second, first) sin.
         self._cos = cos[0].reshape(room, 1, 2, -1)
         self._sin = sin[0].reshape(room, 1, 2, -1) * torch.tensor([[-1.0], [1.0]])
@@ -215,9 +215,9 @@ class TokenSteps:
 
     def _run(self, x: Tensor, at: int, multiply: Multiply) -> Tensor:
         x, added = x.contiguous(), None
-        for block, held in zip(self._structure.blocks, self._held, strict=True):
-            made = multiply(self._normed(x, added, block.before), block.queries)
-            added = multiply(self._attended(made, held, at), block.output)
+        for block, cache in zip(self._structure.blocks, self._held, strict=True):
+            projected = multiply(self._normed(x, added, block.before), block.queries)
+            added = multiply(self._attended(projected, cache, at), block.output)
             gate, up = multiply(self._normed(x, added, block.between), block.gate_up).chunk(2, dim=-1)
             added = multiply(block.act(gate) * up, block.down)
         return multiply(self._normed(x, added, self._structure.last), self._structure.head)
@@ -225,18 +225,18 @@ class TokenSteps:
     def _normed(self, x: Tensor, added: Tensor | None, norm: _Norm) -> Tensor:
         return norm(x, added) if self._loops is None else self._loops.norm(x, added, norm.weight, norm.eps)
 
-    def _attended(self, made: Tensor, held: Tensor, at: int) -> Tensor:
-        """Attention of one token, whose keys and values are entered; `made` are its queries, keys and values."""
+    def _attended(self, projected: Tensor, cache: Tensor, at: int) -> Tensor:
+        """Attention of one token, whose keys and values are entered; `projected` are its queries, keys and values."""
         heads, width, cos, sin = self._heads, self._width, self._cos[at], self._sin[at]
         if self._loops is not None:
-            return self._loops.attention(made, held, at, cos, sin)
-        parts = made.view(1, -1, width)
+            return self._loops.attention(projected, cache, at, cos, sin)
+        parts = projected.view(1, -1, width)
         count = parts.shape[1] - heads
         turned = parts[:, :count].reshape(count, 2, -1)
         turned = torch.addcmul(turned * cos, turned.flip(1), sin).reshape(1, count, width)
-        held[0, :, at] = turned[0, count - heads :]
-        held[1, :, at] = parts[0, count:]
-        keys, values = held[0, :, : at + 1], held[1, :, : at + 1]
+        cache[0, :, at] = turned[0, count - heads :]
+        cache[1, :, at] = parts[0, count:]
+        keys, values = cache[0, :, : at + 1], cache[1, :, : at + 1]
         # Queries that share keys are rows of one product; torch's attention would repeat keys and values for them.
         scores = torch.bmm(turned[0, : count - heads].view(heads, -1, width), keys.mT)
         return torch.bmm(scores.mul_(width**-0.5).softmax(-1), values).reshape(1, -1)
@@ -253,7 +253,7 @@ class TokenSteps:
         """The product of all these layers: as one where they are joined."""
         layers = [self._structure.layers[path] for path in paths]
         joint: JointProjection | None = layers[0].joint
-        joined = None if joint is None or joint.layers != layers else joint.made()
+        joined = None if joint is None or joint.layers != layers else joint.joined_layer()
         if joined is not None:
             layers = [joined]
         calls = [layer.bind_product(x) for layer in layers]
@@ -268,24 +268,24 @@ class TokenSteps:
 
         return run, outputs
 
-    def why_not(self, token: int, seen: dict[str, tuple[Tensor, Tensor]], logits: Tensor) -> str | None:
+    def why_not(self, token: int, calls: dict[str, tuple[Tensor, Tensor]], logits: Tensor) -> str | None:
         """Why these steps are not those of the model, which has just made the last token; None if they are.
 
-        seen   inputs and outputs of the model's products, by path; `logits` is what it gave
+        calls  inputs and outputs of the model's products, by path; `logits` is what it gave
         """
 
-        def require_close(x: Tensor, given: Tensor, what: str) -> None:
-            if not bool((x - given).abs().amax() <= TOLERANCE * given.abs().amax()):
-                raise _UnknownError(f"{what} than in the model's forward")
+        def require_close(x: Tensor, expected: Tensor, difference: str) -> None:
+            if not bool((x - expected).abs().amax() <= TOLERANCE * expected.abs().amax()):
+                raise _UnknownError(f"{difference} than in the model's forward")
 
         def multiply(x: Tensor, paths: tuple[str, ...]) -> Tensor:
             for path in paths:
-                require_close(x, seen[path][0].reshape(x.shape), f"{path} would get another input")
-            return torch.cat([seen[path][1].reshape(1, -1) for path in paths], dim=-1)
+                require_close(x, calls[path][0].reshape(x.shape), f"{path} would get another input")
+            return torch.cat([calls[path][1].reshape(1, -1) for path in paths], dim=-1)
 
         try:
-            made = self._run(self._embedding(torch.tensor([token])), self.length - 1, multiply)
-            require_close(made, logits, "there would be other logits")
+            repeated = self._run(self._embedding(torch.tensor([token])), self.length - 1, multiply)
+            require_close(repeated, logits, "there would be other logits")
         except (_UnknownError, RuntimeError, KeyError) as error:
             return str(error)
         return None
@@ -332,18 +332,18 @@ class Decoding:
         from transformers import DynamicCache
 
         config = getattr(self._model, "config", None)
-        known = None if config is None else DynamicCache(config=config.get_text_config(decoder=True))
-        return known is not None and len(known.layers) > 0 and not any(known.is_linear)
+        cache = None if config is None else DynamicCache(config=config.get_text_config(decoder=True))
+        return cache is not None and len(cache.layers) > 0 and not any(cache.is_linear)
 
     def _read(self, ids: Tensor) -> Tensor:
         if self._steps is not None:  # the model's cache has no more tokens since then
             return [self._steps(token) for (token,) in ids.mT.tolist()][-1]
         is_step = ids.shape == (1, 1) and self._cache is not None and self.why_not is None
-        seen: dict[str, tuple[Tensor, Tensor]] = {}
+        calls: dict[str, tuple[Tensor, Tensor]] = {}
         hooks = []
         if is_step and isinstance(self._structure, _Structure):
             for path, layer in self._structure.layers.items():
-                keep = lambda _layer, args, made, path=path: seen.__setitem__(path, (args[0], made))
+                keep = lambda _layer, args, output, path=path: calls.__setitem__(path, (args[0], output))
                 hooks.append(layer.register_forward_hook(keep))
         try:
             out: Any = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._options)
@@ -353,10 +353,10 @@ class Decoding:
         self._cache = out.past_key_values
         logits: Tensor = out.logits[:, -1]
         if is_step and isinstance(self._structure, _Structure):
-            self._switch(int(ids), seen, logits)
+            self._switch(int(ids), calls, logits)
         return logits
 
-    def _switch(self, token: int, seen: dict[str, tuple[Tensor, Tensor]], logits: Tensor) -> None:
+    def _switch(self, token: int, calls: dict[str, tuple[Tensor, Tensor]], logits: Tensor) -> None:
         assert isinstance(self._structure, _Structure)
         layers = getattr(self._cache, "layers", None)
         if not layers or len(layers) != len(self._structure.blocks):
@@ -366,5 +366,5 @@ class Decoding:
             self.why_not = "attention goes through a window"
             return
         steps = TokenSteps(self._model, self._structure, self._cache)
-        self.why_not = steps.why_not(token, seen, logits)
+        self.why_not = steps.why_not(token, calls, logits)
         self._steps = None if self.why_not else steps

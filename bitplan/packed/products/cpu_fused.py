@@ -9,11 +9,11 @@
 Ours is a float32 product of the decoded weights, up to the order of additions: with u = 2^-24 it lies within
 (K + 4) u sum_k |x_k w_nk| of the exact one. 16-bit inputs are computed in float32, and the result rounded once.
 
-Up to 12 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu.rows`). For more, parts
-of the weight are decoded into a buffer that stays in the cache, and multiplied from there (`cpu.panels`), but for a few
-rows that would need a vector of inputs of their own. Two other ways were slower: the whole matrix decoded for a BLAS,
-since its numbers go to memory and back; and parts decoded for a BLAS, which copies each part and all inputs once more,
-and starts all threads for every part.
+Up to 12 rows of x (8 for 4-bit codes without AVX-512), codes become numbers in registers (`cpu_rows.products_of`). For
+more, parts of the weight are decoded into a buffer that stays in the cache, and multiplied from there
+(`cpu_rows.panel_products`), but for a few rows that would need a vector of inputs of their own. Two other ways were
+slower: the whole matrix decoded for a BLAS, since its numbers go to memory and back; and parts decoded for a BLAS,
+which copies each part and all inputs once more, and starts all threads for every part.
 
 Products of integers equal `round_input(x) @ decode(weight).T`, the definition, within the same bound; where groups have
 minima, |w - min| + |min| stands for |w| in it, since both parts are summed by themselves.
@@ -290,9 +290,9 @@ def _call_for(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | No
         product_of_rest = _in_registers(rest, weight, constants, bias)
     else:
         product, rest = _in_panels(inputs, weight, constants, bias), 0
-    whole = 0 if inputs <= most else inputs - rest
-    rest_of_x, rest_of_y = 4 * weight.shape[1] * whole, 4 * weight.shape[0] * whole
-    if not 0 < whole < inputs:
+    in_panels = 0 if inputs <= most else inputs - rest
+    rest_of_x, rest_of_y = 4 * weight.shape[1] * in_panels, 4 * weight.shape[0] * in_panels
+    if not 0 < in_panels < inputs:
         return _float32_call(product)
 
     def both(x: int, y: int) -> None:
@@ -344,7 +344,7 @@ def _constants(weight: Encoded) -> Tensor:
     from bitplan.packed.products.cpu_rows import LOOKS_UP
 
     e2m1 = weight.fmt.name in ("mxfp4", "nvfp4")
-    numbers = [*E2M1_MAGNITUDES, *(-each for each in E2M1_MAGNITUDES)] if e2m1 else list(range(-8, 8))
+    numbers = [*E2M1_MAGNITUDES, *(-magnitude for magnitude in E2M1_MAGNITUDES)] if e2m1 else list(range(-8, 8))
     factor = 0.5 if e2m1 and not LOOKS_UP else 1.0
     if weight.fmt.name in ("nvfp4", "fp8_e4m3_row"):
         factor *= _E8_OF_E4M3
@@ -479,12 +479,12 @@ def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | N
 
     def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
         threads = thread_count()
-        found = sizes.get(threads)
-        if found is None:
+        plan = sizes.get(threads)
+        if plan is None:
             piece = panels.piece_rows(rows, threads)
             stride = max(for_arranging, panels.product_bytes(piece, most))
-            found = sizes[threads] = piece, stride, for_panels + threads * stride
-        piece, stride, size = found
+            plan = sizes[threads] = piece, stride, for_panels + threads * stride
+        piece, stride, size = plan
         job = _taken_job(size)
         values, address, arranged, _, _ = job
         for first in range(0, inputs, MOST_IN_PANELS):

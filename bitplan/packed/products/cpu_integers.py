@@ -131,7 +131,7 @@ INT8, INT32, INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 
 def _vpdpbusd(writer: VectorWriter, sums: Any, weights: Any, inputs: Any) -> Any:
-    words = [writer.builder.bitcast(each, sums.type) for each in (weights, inputs)]
+    words = [writer.builder.bitcast(operand, sums.type) for operand in (weights, inputs)]
     return writer.call(f"llvm.x86.avx512.vpdpbusd.{32 * sums.type.count}", sums.type, [sums, *words])
 
 
@@ -156,14 +156,16 @@ def _signs_moved(writer: VectorWriter, sums: Any, weights: Any, inputs: Any) -> 
     builder = writer.builder
     sevens = ir.Constant(weights.type, [ir.Constant(INT8, 7)] * weights.type.count)
     signs = builder.ashr(weights, sevens)
-    moved = [builder.sub(builder.xor(each, signs), signs) for each in (weights, inputs)]
+    moved = [builder.sub(builder.xor(operand, signs), signs) for operand in (weights, inputs)]
     return _vpmaddubsw(writer, sums, *moved)
 
 
 def _sdot(writer: VectorWriter, sums: Any, weights: Any, inputs: Any) -> Any:
     if sums.type.count == 4:
         return writer.call("llvm.aarch64.neon.sdot.v4i32.v16i8", sums.type, [sums, weights, inputs])
-    halves = [_sdot(writer, *(_part(writer, each, half, 2) for each in (sums, weights, inputs))) for half in range(2)]
+    halves = [
+        _sdot(writer, *(_part(writer, operand, half, 2) for operand in (sums, weights, inputs))) for half in range(2)
+    ]
     return writer.shuffle(halves[0], halves[1], range(sums.type.count))
 
 
@@ -195,16 +197,16 @@ def dot_of(kind: str) -> Any:
     return define(3, lambda sums, _weights, _inputs: sums, DOTS[kind])
 
 
-def _look_up(writer: VectorWriter, places: Any) -> Any:
-    """E2M1's numbers, doubled and shifted, at places below 16."""
-    size = places.type.count
+def _look_up(writer: VectorWriter, codes: Any) -> Any:
+    """E2M1's numbers, doubled and shifted, of codes below 16."""
+    size = codes.type.count
     numbers = [number + OFFSETS["e2m1"] for number in DOUBLED_E2M1]
     if IS_X86:
         name = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}[size]
-        table = ir.Constant(places.type, [ir.Constant(INT8, number) for number in numbers] * (size // 16))
-        return writer.call(name, places.type, [table, places])
-    table = ir.Constant(places.type, [ir.Constant(INT8, number) for number in numbers])
-    return writer.call("llvm.aarch64.neon.tbl1.v16i8", places.type, [table, places])
+        table = ir.Constant(codes.type, [ir.Constant(INT8, number) for number in numbers] * (size // 16))
+        return writer.call(name, codes.type, [table, codes])
+    table = ir.Constant(codes.type, [ir.Constant(INT8, number) for number in numbers])
+    return writer.call("llvm.aarch64.neon.tbl1.v16i8", codes.type, [table, codes])
 
 
 def _repeated_byte(vector: Any, number: int) -> Any:
@@ -296,9 +298,9 @@ def rounded_block(address, by_token, of_token):
         scale = of_token
         codes = narrow(view(view(words, F32) * reciprocal_of(of_token) + NEAREST, U32), U8)
     else:
-        wanted = as_float(largest(words & MAGNITUDE)) / F32(127)
-        scale = through_half(F32(wanted))
-        codes = half_away(view(words, F32) * reciprocal_of(flush_small(wanted)))
+        exact_scale = as_float(largest(words & MAGNITUDE)) / F32(127)
+        scale = through_half(F32(exact_scale))
+        codes = half_away(view(words, F32) * reciprocal_of(flush_small(exact_scale)))
     return view(codes, I8), scale
 
 
@@ -391,11 +393,11 @@ def _nibble_sums(codes, at, low, high, dot, start, x_low, x_high):
 def _nibbles_4x1(low, high, dot, scales, offset, codes, scales_at, x, row_bytes):
     sums0, sums1, sums2, sums3 = zero_tile(4, LANES)
     for step in range(-(-row_bytes // REGISTER)):
-        at, here = min(step * REGISTER, row_bytes - REGISTER), x + 4 * REGISTER * step
-        place = at // 16
-        x_low, x_high = load_from(here, I8, REGISTER), load_from(here + REGISTER, I8, REGISTER)
-        x_scales = load_from(here + 2 * REGISTER, F32, LANES)
-        start = load_from(here + 3 * REGISTER, I32, LANES) if offset else zero_words(LANES)
+        at, inputs_at = min(step * REGISTER, row_bytes - REGISTER), x + 4 * REGISTER * step
+        block = at // 16
+        x_low, x_high = load_from(inputs_at, I8, REGISTER), load_from(inputs_at + REGISTER, I8, REGISTER)
+        x_scales = load_from(inputs_at + 2 * REGISTER, F32, LANES)
+        start = load_from(inputs_at + 3 * REGISTER, I32, LANES) if offset else zero_words(LANES)
         prefetch_later(codes[0] + at + 4 * row_bytes)
         prefetch_later(codes[1] + at + 4 * row_bytes)
         prefetch_later(codes[2] + at + 4 * row_bytes)
@@ -404,10 +406,10 @@ def _nibbles_4x1(low, high, dot, scales, offset, codes, scales_at, x, row_bytes)
         ints1 = _nibble_sums(codes[1], at, low, high, dot, start, x_low, x_high)
         ints2 = _nibble_sums(codes[2], at, low, high, dot, start, x_low, x_high)
         ints3 = _nibble_sums(codes[3], at, low, high, dot, start, x_low, x_high)
-        sums0 = multiply_add(ints0, scales(scales_at[0], place) * x_scales, sums0)
-        sums1 = multiply_add(ints1, scales(scales_at[1], place) * x_scales, sums1)
-        sums2 = multiply_add(ints2, scales(scales_at[2], place) * x_scales, sums2)
-        sums3 = multiply_add(ints3, scales(scales_at[3], place) * x_scales, sums3)
+        sums0 = multiply_add(ints0, scales(scales_at[0], block) * x_scales, sums0)
+        sums1 = multiply_add(ints1, scales(scales_at[1], block) * x_scales, sums1)
+        sums2 = multiply_add(ints2, scales(scales_at[2], block) * x_scales, sums2)
+        sums3 = multiply_add(ints3, scales(scales_at[3], block) * x_scales, sums3)
     return sums0, sums1, sums2, sums3
 
 
@@ -420,9 +422,9 @@ def _byte_sums(codes, at, opened, dot, start, x):
 def _bytes_4x1(opened, dot, scales, offset, codes, scales_at, x, width):
     sums0, sums1, sums2, sums3 = zero_tile(4, BYTE_LANES)
     for step in range(-(-width // BYTE_STEP)):
-        at, here = min(step * BYTE_STEP, width - BYTE_STEP), x + 3 * BYTE_STEP * step
-        x_codes, x_scales = load_from(here, I8, BYTE_STEP), load_from(here + BYTE_STEP, F32, BYTE_LANES)
-        start = load_from(here + 2 * BYTE_STEP, I32, BYTE_LANES) if offset else zero_words(BYTE_LANES)
+        at, inputs_at = min(step * BYTE_STEP, width - BYTE_STEP), x + 3 * BYTE_STEP * step
+        x_codes, x_scales = load_from(inputs_at, I8, BYTE_STEP), load_from(inputs_at + BYTE_STEP, F32, BYTE_LANES)
+        start = load_from(inputs_at + 2 * BYTE_STEP, I32, BYTE_LANES) if offset else zero_words(BYTE_LANES)
         prefetch_later(codes[0] + at + 4 * width)
         prefetch_later(codes[1] + at + 4 * width)
         prefetch_later(codes[2] + at + 4 * width)
@@ -445,8 +447,8 @@ def nibble_rows(job, low, high, dot, scales, offset, order):
     mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
     x, stride, piece = mine + 4 * BLOCK, 4 * REGISTER * (-(-row_bytes // REGISTER)), field(job, PIECE)
     for m in range(inputs):
-        here = field(job, X) + 4 * m * width
-        _arrange_nibbles(job, here, width, 2 * row_bytes, mine, x + m * stride, dot, offset, order)
+        numbers = field(job, X) + 4 * m * width
+        _arrange_nibbles(job, numbers, width, 2 * row_bytes, mine, x + m * stride, dot, offset, order)
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         for n in range(first, min(first + piece, rows), 4):
@@ -463,8 +465,8 @@ def byte_rows(job, opened, dot, scales, offset):
     mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
     x, stride, piece = mine + 4 * BLOCK, 3 * BYTE_STEP * (-(-row_bytes // BYTE_STEP)), field(job, PIECE)
     for m in range(inputs):
-        here = field(job, X) + 4 * m * width
-        _arrange_bytes(job, here, width, row_bytes, mine, x + m * stride, dot, offset)
+        numbers = field(job, X) + 4 * m * width
+        _arrange_bytes(job, numbers, width, row_bytes, mine, x + m * stride, dot, offset)
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         for n in range(first, min(first + piece, rows), 4):
@@ -491,11 +493,11 @@ def quads(job, dot, offset, order):
     by_token, blocks = field(job, BY_TOKEN), padded // BLOCK
     m = take(job + 8 * NEXT_ROW, 1)
     while m < -(-inputs // QUAD) * QUAD:
-        here = width if m < inputs else 0
-        x, to, lane = field(job, X) + 4 * m * here, field(job, Y) + m // QUAD * blocks * QUAD_BLOCK, m % QUAD
-        of_token = scale_of_token(x, here) if by_token else F32(0)
+        count = width if m < inputs else 0
+        x, to, lane = field(job, X) + 4 * m * count, field(job, Y) + m // QUAD * blocks * QUAD_BLOCK, m % QUAD
+        of_token = scale_of_token(x, count) if by_token else F32(0)
         for block in range(blocks):
-            codes, scale = rounded_block(numbers_at(x, here, BLOCK * block, buffer), by_token, of_token)
+            codes, scale = rounded_block(numbers_at(x, count, BLOCK * block, buffer), by_token, of_token)
             codes, at = order(codes), to + block * QUAD_BLOCK
             write(at + BLOCK * lane, codes)
             write(at + BLOCK * QUAD + 4 * lane, F32(scale))
@@ -516,11 +518,11 @@ def _block_sums(kind: str, count: int) -> Any:
         builder = writer.builder
 
         def load(address: Any, offset: int, llvm: Any) -> Any:
-            place = builder.add(address, ir.Constant(INT64, offset))
-            return builder.load(builder.inttoptr(place, ir.PointerType(llvm)), align=1)
+            pointer = builder.add(address, ir.Constant(INT64, offset))
+            return builder.load(builder.inttoptr(pointer, ir.PointerType(llvm)), align=1)
 
-        places = [builder.add(x, builder.mul(stride, ir.Constant(INT64, quad))) for quad in range(count // QUAD)]
-        inputs = [(places[m // QUAD], m % QUAD) for m in range(count)]
+        quads = [builder.add(x, builder.mul(stride, ir.Constant(INT64, quad))) for quad in range(count // QUAD)]
+        inputs = [(quads[m // QUAD], m % QUAD) for m in range(count)]
         words, bytes_ = ir.VectorType(INT32, LANES), ir.VectorType(INT8, REGISTER)
         sums = [ir.Constant(words, None)] * count
         if OFFSETS[kind]:
@@ -530,13 +532,13 @@ def _block_sums(kind: str, count: int) -> Any:
             for m, (at, lane) in enumerate(inputs):
                 codes = splat(writer, load(at, BLOCK * lane + 4 * four, INT32), LANES)
                 sums[m] = DOTS[kind](writer, sums[m], weights, builder.bitcast(codes, bytes_))
-        scales, made = load(opened, 0, ir.VectorType(ir.FloatType(), LANES)), []
+        scales, scaled = load(opened, 0, ir.VectorType(ir.FloatType(), LANES)), []
         for m, (at, lane) in enumerate(inputs):
             of_input = splat(writer, load(at, BLOCK * QUAD + 4 * lane, ir.FloatType()), LANES)
             numbers = builder.sitofp(sums[m], scales.type)
             values = [numbers, builder.fmul(scales, of_input), builder.extract_value(floats, m)]
-            made.append(writer.call(f"llvm.fma.v{LANES}f32", scales.type, values))
-        return cgutils.pack_array(builder, made)
+            scaled.append(writer.call(f"llvm.fma.v{LANES}f32", scales.type, values))
+        return cgutils.pack_array(builder, scaled)
 
     return define(4, lambda _opened, _x, _stride, _floats: tile, emit)
 
@@ -550,14 +552,14 @@ def _zero_floats(count: int) -> Any:
 def _write_tile(count: int) -> Any:
     """(sums, y, bytes from input to input, number of inputs, factor, bias): those inputs are written that exist."""
 
-    def emit(writer: VectorWriter, floats: Any, y: Any, stride: Any, left: Any, factor_and_bias: Any) -> Any:
+    def emit(writer: VectorWriter, floats: Any, y: Any, stride: Any, remaining: Any, factor_and_bias: Any) -> Any:
         builder = writer.builder
         factor, addend = (builder.extract_value(factor_and_bias, index) for index in range(2))
         for m in range(count):
-            with builder.if_then(builder.icmp_signed("<", ir.Constant(INT64, m), left)):
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(INT64, m), remaining)):
                 number = builder.fadd(builder.fmul(builder.extract_value(floats, m), factor), addend)
-                place = builder.add(y, builder.mul(stride, ir.Constant(INT64, m)))
-                builder.store(number, builder.inttoptr(place, ir.PointerType(number.type)), align=1)
+                pointer = builder.add(y, builder.mul(stride, ir.Constant(INT64, m)))
+                builder.store(number, builder.inttoptr(pointer, ir.PointerType(number.type)), align=1)
         return writer.context.get_dummy_value()
 
     return define(5, lambda *_kinds: types.void, emit)
@@ -570,17 +572,17 @@ def _write_opened(kind: str) -> Any:
         builder, bytes_ = writer.builder, ir.VectorType(INT8, REGISTER)
 
         def store(codes: Any, offset: int) -> None:
-            place = builder.add(address, ir.Constant(INT64, offset))
-            builder.store(codes, builder.inttoptr(place, ir.PointerType(bytes_)), align=1)
+            pointer = builder.add(address, ir.Constant(INT64, offset))
+            builder.store(codes, builder.inttoptr(pointer, ir.PointerType(bytes_)), align=1)
 
         for j in range(LANES):
             codes = builder.bitcast(builder.extract_value(tile, j), bytes_)
             if kind == "bytes":
                 store(_opened(writer, kind, codes, is_high=False), REGISTER * (j + j // 8))
             else:
-                place = OPENED_BLOCK * (j // 4) + REGISTER * (j % 4)
-                store(_opened(writer, kind, codes, is_high=False), place)
-                store(_opened(writer, kind, codes, is_high=True), place + 4 * REGISTER)
+                low_at = OPENED_BLOCK * (j // 4) + REGISTER * (j % 4)
+                store(_opened(writer, kind, codes, is_high=False), low_at)
+                store(_opened(writer, kind, codes, is_high=True), low_at + 4 * REGISTER)
         return writer.context.get_dummy_value()
 
     return define(2, lambda _tile, _address: types.void, emit)
@@ -593,8 +595,8 @@ def _open_rows(job, n, to, write_opened, scale, words_of_block):
     for step in range(-(-row_bytes // REGISTER)):
         at = min(step * REGISTER, row_bytes - REGISTER)
         word = at // 4
-        place = to + OPENED_BLOCK * (word // words_of_block) + REGISTER * (1 + word % words_of_block)
-        write_opened(transpose_tile(load_tile(codes + at, row_bytes, LANES, 1, LANES)), place)
+        target = to + OPENED_BLOCK * (word // words_of_block) + REGISTER * (1 + word % words_of_block)
+        write_opened(transpose_tile(load_tile(codes + at, row_bytes, LANES, 1, LANES)), target)
     for row in range(LANES):
         scales = row_of(job, SCALES, n + row)
         for block in range(row_bytes // (4 * words_of_block)):
@@ -606,16 +608,16 @@ def _tiles_of(kind: str, count: int) -> Any:
     block_sums, zero_floats, write_tile = _block_sums(kind, count), _zero_floats(count), _write_tile(count)
 
     @inlined
-    def tiles(opened, blocks, x, y, stride, left, ends):
+    def tiles(opened, blocks, x, y, stride, remaining, ends):
         quad_bytes = blocks * QUAD_BLOCK
-        while left > count - QUAD:
-            sums, at, here = zero_floats(0), opened, x
+        while remaining > count - QUAD:
+            sums, at, inputs_at = zero_floats(0), opened, x
             for _ in range(blocks):
-                sums = block_sums(at, here, quad_bytes, sums)
-                at, here = at + OPENED_BLOCK, here + QUAD_BLOCK
-            write_tile(sums, y, stride, left, ends)
-            x, y, left = x + count // QUAD * quad_bytes, y + count * stride, left - count
-        return x, y, left
+                sums = block_sums(at, inputs_at, quad_bytes, sums)
+                at, inputs_at = at + OPENED_BLOCK, inputs_at + QUAD_BLOCK
+            write_tile(sums, y, stride, remaining, ends)
+            x, y, remaining = x + count // QUAD * quad_bytes, y + count * stride, remaining - count
+        return x, y, remaining
 
     return tiles
 
@@ -627,10 +629,10 @@ def _all_tiles(kind: str) -> Any:
     large, middle = _tiles_of(kind, 3 * QUAD), _tiles_of(kind, 2 * QUAD)
 
     @inlined
-    def tiles(opened, blocks, x, y, stride, left, ends):
-        x, y, left = large(opened, blocks, x, y, stride, left, ends)
-        x, y, left = middle(opened, blocks, x, y, stride, left, ends)
-        return small(opened, blocks, x, y, stride, left, ends)
+    def tiles(opened, blocks, x, y, stride, remaining, ends):
+        x, y, remaining = large(opened, blocks, x, y, stride, remaining, ends)
+        x, y, remaining = middle(opened, blocks, x, y, stride, remaining, ends)
+        return small(opened, blocks, x, y, stride, remaining, ends)
 
     return tiles
 

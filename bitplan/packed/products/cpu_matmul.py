@@ -50,8 +50,8 @@ _SUFFIXES = {"K": 2**10, "M": 2**20, "G": 2**30}
 def piece_bytes() -> int:
     """A quarter of the last-level cache, within 2 and 16 MiB; 8 MiB if the cache size is unknown."""
     sizes = []
-    for place in sorted(_CACHES.glob("index*/size")):
-        text = place.read_text().strip()
+    for path in sorted(_CACHES.glob("index*/size")):
+        text = path.read_text().strip()
         if text[:-1].isdigit() and text[-1:] in _SUFFIXES:
             sizes.append(int(text[:-1]) * _SUFFIXES[text[-1]])
     return min(max(max(sizes, default=32 * _MIB) // 4, 2 * _MIB), 16 * _MIB)

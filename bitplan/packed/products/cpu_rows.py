@@ -15,7 +15,7 @@ twice the number for E2M1, and those are converted (`codes`).
 If a row is not whole registers, its last register begins earlier: it repeats codes that were used before, and their
 inputs are zero this time. So a row must be at least one register long.
 
-Products with many inputs: parts of the weight are decoded into a buffer in the cache, and multiplied from there.
+**Many inputs.** Parts of the weight are decoded into a buffer in the cache, and multiplied from there.
 
     y[m, n] = sum_k x[m, k] w[n, k]
 
@@ -28,14 +28,10 @@ A thread takes a piece of rows. For each BLOCK of k it decodes GROUP rows at a t
 whose numbers of this BLOCK stay in the second-level cache. Between blocks the sums lie in scratch, row by row of the
 weight; they are written to y at the end of the piece. Threads meet twice in a product, whatever its size.
 
-Square tiles of float32 in registers, transposed: as many vectors as each has lanes.
-
-Codes and scales of each format in registers, and the C function that multiplies by its weights.
-
-4-bit codes are decoded in two ways. With AVX-512 a code is looked up in a register that holds the format's 16 numbers.
-Any other CPU turns all nibbles of a register into small integers at once, then every fourth byte into floats; E2M1's
-numbers are doubled for that (0 1 2 3 4 6 8 12; with AVX2 looked up as bytes), and the product is halved (`cpu_fused`
-sets the factor).
+**Decoding.** 4-bit codes are decoded in two ways. With AVX-512 a code is looked up in a register that holds the
+format's 16 numbers. Any other CPU turns all nibbles of a register into small integers at once, then every fourth byte
+into floats; E2M1's numbers are doubled for that (0 1 2 3 4 6 8 12; with AVX2 looked up as bytes), and the product is
+halved (`cpu_fused` sets the factor).
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -108,8 +104,8 @@ TABLE, FACTOR, PIECE, NEXT_ROW, NEXT_THREAD, FIRST, COUNT, Y_STRIDE, DECODER, UN
 
 
 @inlined
-def field(job, place):
-    return read(job + 8 * place, I64)
+def field(job, index):
+    return read(job + 8 * index, I64)
 
 
 # ---- inputs, arranged -----------------------------------------------------------------------------------------------
@@ -132,30 +128,30 @@ def arrange_nibbles(x, width, padded, buffer, arranged, halves, without_gaps):
         step = steps - 1 - turn
         start = step * STEP
         first = min(start, padded - STEP)
-        whole = first == start and start + STEP <= width
+        is_whole = first == start and start + STEP <= width
         source = x + 4 * first
-        if not whole:
+        if not is_whole:
             _copy_with_zeros(x, width, first, start, buffer, STEP)
             source = buffer
         numbers, gap = load_from(source, F32, STEP), (start - first) // 8 if without_gaps else 0
-        to, each = arranged + 4 * (start - gap), REGISTER - 4 * gap
+        to, step_bytes = arranged + 4 * (start - gap), REGISTER - 4 * gap
         if halves:
-            write(to + 7 * each, every_fourth_of_halves(numbers, 7))
-            write(to + 6 * each, every_fourth_of_halves(numbers, 6))
-            write(to + 5 * each, every_fourth_of_halves(numbers, 5))
-            write(to + 4 * each, every_fourth_of_halves(numbers, 4))
-            write(to + 3 * each, every_fourth_of_halves(numbers, 3))
-            write(to + 2 * each, every_fourth_of_halves(numbers, 2))
-            write(to + each, every_fourth_of_halves(numbers, 1))
+            write(to + 7 * step_bytes, every_fourth_of_halves(numbers, 7))
+            write(to + 6 * step_bytes, every_fourth_of_halves(numbers, 6))
+            write(to + 5 * step_bytes, every_fourth_of_halves(numbers, 5))
+            write(to + 4 * step_bytes, every_fourth_of_halves(numbers, 4))
+            write(to + 3 * step_bytes, every_fourth_of_halves(numbers, 3))
+            write(to + 2 * step_bytes, every_fourth_of_halves(numbers, 2))
+            write(to + step_bytes, every_fourth_of_halves(numbers, 1))
             write(to, every_fourth_of_halves(numbers, 0))
         else:
-            write(to + 7 * each, every_eighth(numbers, 7))
-            write(to + 6 * each, every_eighth(numbers, 6))
-            write(to + 5 * each, every_eighth(numbers, 5))
-            write(to + 4 * each, every_eighth(numbers, 4))
-            write(to + 3 * each, every_eighth(numbers, 3))
-            write(to + 2 * each, every_eighth(numbers, 2))
-            write(to + each, every_eighth(numbers, 1))
+            write(to + 7 * step_bytes, every_eighth(numbers, 7))
+            write(to + 6 * step_bytes, every_eighth(numbers, 6))
+            write(to + 5 * step_bytes, every_eighth(numbers, 5))
+            write(to + 4 * step_bytes, every_eighth(numbers, 4))
+            write(to + 3 * step_bytes, every_eighth(numbers, 3))
+            write(to + 2 * step_bytes, every_eighth(numbers, 2))
+            write(to + step_bytes, every_eighth(numbers, 1))
             write(to, every_eighth(numbers, 0))
 
 
@@ -217,7 +213,7 @@ def _nibbles_4x1(opened, low, high, scales, table, codes, scales_at, x, row_byte
     sums = zero_tile(4, LANES)
     for step in range(-(-row_bytes // REGISTER)):
         at = min(step * REGISTER, row_bytes - REGISTER)
-        place, at_x = at // per_scale, x + 4 * STEP * step
+        group, at_x = at // per_scale, x + 4 * STEP * step
         c = (
             opened(load_from(codes[0] + at, U32, LANES)),
             opened(load_from(codes[1] + at, U32, LANES)),
@@ -234,10 +230,10 @@ def _nibbles_4x1(opened, low, high, scales, table, codes, scales_at, x, row_byte
         parts = multiply_in(parts, _four(low, table, c, 3), _one_input(at_x + 6 * REGISTER))
         parts = multiply_in(parts, _four(high, table, c, 3), _one_input(at_x + 7 * REGISTER))
         of_rows = (
-            scales(scales_at[0], place),
-            scales(scales_at[1], place),
-            scales(scales_at[2], place),
-            scales(scales_at[3], place),
+            scales(scales_at[0], group),
+            scales(scales_at[1], group),
+            scales(scales_at[2], group),
+            scales(scales_at[3], group),
         )
         sums = scale_in(sums, of_rows, parts)
     return sums
@@ -248,7 +244,7 @@ def _nibbles_2x4(opened, low, high, scales, table, codes, scales_at, x, stride, 
     sums = zero_tile(8, LANES)
     for step in range(-(-row_bytes // REGISTER)):
         at = min(step * REGISTER, row_bytes - REGISTER)
-        place, at_x = at // per_scale, x + 4 * STEP * step
+        group, at_x = at // per_scale, x + 4 * STEP * step
         c = (opened(load_from(codes[0] + at, U32, LANES)), opened(load_from(codes[1] + at, U32, LANES)))
         prefetch_later(codes[0] + at + 2 * row_bytes)
         prefetch_later(codes[1] + at + 2 * row_bytes)
@@ -260,7 +256,7 @@ def _nibbles_2x4(opened, low, high, scales, table, codes, scales_at, x, stride, 
         parts = multiply_in(parts, _two(high, table, c, 2), _four_inputs(at_x + 5 * REGISTER, stride))
         parts = multiply_in(parts, _two(low, table, c, 3), _four_inputs(at_x + 6 * REGISTER, stride))
         parts = multiply_in(parts, _two(high, table, c, 3), _four_inputs(at_x + 7 * REGISTER, stride))
-        sums = scale_in(sums, (scales(scales_at[0], place), scales(scales_at[1], place)), parts)
+        sums = scale_in(sums, (scales(scales_at[0], group), scales(scales_at[1], group)), parts)
     return sums
 
 
@@ -313,15 +309,15 @@ def _decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_byte
         start = (first + step) * REGISTER
         at = min(start, row_bytes - REGISTER)
         c, s = opened(load_from(codes + at, U32, LANES)), scales(scales_at, at // per_scale)
-        here, each = to + 4 * STEP * step - (start - at), REGISTER - (start - at)
-        write(here + 7 * each, high(table, c, 3) * s)
-        write(here + 6 * each, low(table, c, 3) * s)
-        write(here + 5 * each, high(table, c, 2) * s)
-        write(here + 4 * each, low(table, c, 2) * s)
-        write(here + 3 * each, high(table, c, 1) * s)
-        write(here + 2 * each, low(table, c, 1) * s)
-        write(here + each, high(table, c, 0) * s)
-        write(here, low(table, c, 0) * s)
+        target, step_bytes = to + 4 * STEP * step - (start - at), REGISTER - (start - at)
+        write(target + 7 * step_bytes, high(table, c, 3) * s)
+        write(target + 6 * step_bytes, low(table, c, 3) * s)
+        write(target + 5 * step_bytes, high(table, c, 2) * s)
+        write(target + 4 * step_bytes, low(table, c, 2) * s)
+        write(target + 3 * step_bytes, high(table, c, 1) * s)
+        write(target + 2 * step_bytes, low(table, c, 1) * s)
+        write(target + step_bytes, high(table, c, 0) * s)
+        write(target, low(table, c, 0) * s)
 
 
 # ---- 8-bit codes ----------------------------------------------------------------------------------------------------
@@ -330,19 +326,19 @@ def _decode_nibbles(opened, low, high, scales, table, codes, scales_at, row_byte
 @inlined
 def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
     sums, last = zero_tile(4, LANES), width - LANES
-    for place in range(width // block if block else 1):
+    for group in range(width // block if block else 1):
         parts = zero_tile(4, LANES)
         for chunk in range(block // LANES if block else -(-width // LANES)):
-            start = place * block + chunk * LANES
+            start = group * block + chunk * LANES
             at = min(start, last)
             numbers = (number(codes[0] + at), number(codes[1] + at), number(codes[2] + at), number(codes[3] + at))
             prefetch_later(codes[0] + (4 + start // LANES % 4) * width + at)  # of the next four rows, in turn
             parts = multiply_in(parts, numbers, _one_input(x + 4 * start))
         of_rows = (
-            scale(scales_at[0], place),
-            scale(scales_at[1], place),
-            scale(scales_at[2], place),
-            scale(scales_at[3], place),
+            scale(scales_at[0], group),
+            scale(scales_at[1], group),
+            scale(scales_at[2], group),
+            scale(scales_at[3], group),
         )
         sums = scale_in(sums, of_rows, parts)
     return sums
@@ -351,15 +347,15 @@ def _bytes_4x1(number, scale, codes, scales_at, x, width, block):
 @inlined
 def _bytes_2x4(number, scale, codes, scales_at, x, stride, width, block):
     sums, last = zero_tile(8, LANES), width - LANES
-    for place in range(width // block if block else 1):
+    for group in range(width // block if block else 1):
         parts = zero_tile(8, LANES)
         for chunk in range(block // LANES if block else -(-width // LANES)):
-            start = place * block + chunk * LANES
+            start = group * block + chunk * LANES
             at = min(start, last)
             parts = multiply_in(
                 parts, (number(codes[0] + at), number(codes[1] + at)), _four_inputs(x + 4 * start, stride)
             )
-        sums = scale_in(sums, (scale(scales_at[0], place), scale(scales_at[1], place)), parts)
+        sums = scale_in(sums, (scale(scales_at[0], group), scale(scales_at[1], group)), parts)
     return sums
 
 
@@ -400,8 +396,8 @@ def byte_products(job, number, scale, block):
 def _decode_bytes(number, scale, codes, scales_at, width, block, first, count, to):
     """Chunks of LANES numbers, first .. first + count, of a row; `first` begins a block."""
     if block:
-        for place in range(first * LANES // block, (first + count) * LANES // block):
-            of_block, start = scale(scales_at, place), place * block
+        for group in range(first * LANES // block, (first + count) * LANES // block):
+            of_block, start = scale(scales_at, group), group * block
             for chunk in range(block // LANES):
                 at = start + chunk * LANES
                 write(to + 4 * (at - first * LANES), number(codes + at) * of_block)
@@ -494,23 +490,23 @@ def write_2x4(job, n, m, sums):
 def _transpose(writer: VectorWriter, tile: Any) -> Any:
     """Lanes and vectors whose numbers differ in one bit change places, bit after bit."""
     lanes = writer.kinds[0].count
-    vectors = [writer.builder.extract_value(tile, place) for place in range(lanes)]
+    vectors = [writer.builder.extract_value(tile, index) for index in range(lanes)]
     bit = 1
     while bit < lanes:
         low = [lane if not lane & bit else lanes + (lane ^ bit) for lane in range(lanes)]
         high = [lane | bit if not lane & bit else lanes + lane for lane in range(lanes)]
-        for place in range(lanes):
-            if not place & bit:
-                a, b = vectors[place], vectors[place | bit]
-                vectors[place], vectors[place | bit] = writer.shuffle(a, b, low), writer.shuffle(a, b, high)
+        for index in range(lanes):
+            if not index & bit:
+                a, b = vectors[index], vectors[index | bit]
+                vectors[index], vectors[index | bit] = writer.shuffle(a, b, low), writer.shuffle(a, b, high)
         bit *= 2
     return cgutils.pack_array(writer.builder, vectors)
 
 
 def _times_plus(writer: VectorWriter, tile: Any, factor: Any, addend: Any) -> Any:
     builder, count = writer.builder, writer.kinds[0].count
-    vectors = [builder.extract_value(tile, place) for place in range(count)]
-    return cgutils.pack_array(builder, [builder.fadd(builder.fmul(each, factor), addend) for each in vectors])
+    vectors = [builder.extract_value(tile, index) for index in range(count)]
+    return cgutils.pack_array(builder, [builder.fadd(builder.fmul(vector, factor), addend) for vector in vectors])
 
 
 # Tuples of float32 vectors: lane i of vector j is lane j of vector i before; each vector times one plus another.
@@ -575,8 +571,8 @@ def _panels(job, arrange):
     first = take(job + 8 * NEXT_ROW, LANES)
     while first < inputs:
         for row in range(LANES):
-            here = width if first + row < inputs else 0
-            arrange(job, field(job, X) + 4 * (first + row) * here, here, mine, rows + row * stride)
+            length = width if first + row < inputs else 0
+            arrange(job, field(job, X) + 4 * (first + row) * length, length, mine, rows + row * stride)
         panel, wide = _panel(job, first)
         to = panel + 4 * (first % (VECTORS * LANES))
         for k in range(0, count, LANES):
@@ -630,19 +626,19 @@ def _tile(rows: int, vectors: int) -> Any:
 
     @inlined
     def tile(w, x, steps, sums, stride, is_first):
-        made = zero_tile(cells, LANES) if is_first else load_tile(sums, stride, rows, vectors, LANES)
+        added = zero_tile(cells, LANES) if is_first else load_tile(sums, stride, rows, vectors, LANES)
         for k in range(0, steps, 4):
             at, on = w + 4 * k, x + 4 * k * vectors * LANES
             for line in range(4 * 4 * vectors * LANES // LINE):
                 prefetch_soon(on + AHEAD + LINE * line)
-            made = multiply_in(made, repeated(at, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
+            added = multiply_in(added, repeated(at, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
             on += 4 * vectors * LANES
-            made = multiply_in(made, repeated(at + 4, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
+            added = multiply_in(added, repeated(at + 4, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
             on += 4 * vectors * LANES
-            made = multiply_in(made, repeated(at + 8, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
+            added = multiply_in(added, repeated(at + 8, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
             on += 4 * vectors * LANES
-            made = multiply_in(made, repeated(at + 12, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
-        store_tile(sums, stride, made, vectors)
+            added = multiply_in(added, repeated(at + 12, ROW_BYTES, rows, LANES), load_tile(on, 0, 1, vectors, LANES))
+        store_tile(sums, stride, added, vectors)
 
     return tile
 
@@ -675,9 +671,9 @@ def _prefetch_next(job, row, rows, k):
 def _write_piece(job, first, stop, sums, stride):
     """Sums of rows first .. stop, times the factor and with the bias, to y: squares, then what is left."""
     factor, bias, inputs, rows = field(job, FACTOR), field(job, BIAS), field(job, INPUTS), field(job, ROWS)
-    whole, whole_inputs = (stop - first) // LANES * LANES, inputs // LANES * LANES
+    whole_rows, whole_inputs = (stop - first) // LANES * LANES, inputs // LANES * LANES
     factors = repeat_each(load_from(factor, F32, 1), LANES)
-    for n in range(0, whole, LANES):
+    for n in range(0, whole_rows, LANES):
         # Adding -0.0 changes no number.
         addends = load_from(bias + 4 * (first + n), F32, LANES) if bias else zero_tile(1, LANES)[0] * F32(-1)
         for m in range(0, whole_inputs, LANES):
@@ -686,7 +682,7 @@ def _write_piece(job, first, stop, sums, stride):
             store_tile(to, 4 * rows, times_plus(tile, factors, addends), 1)
     for m in range(inputs):
         to, at = field(job, Y) + 4 * (m * rows + first), sums + 4 * m
-        for n in range(whole if m < whole_inputs else 0, stop - first):
+        for n in range(whole_rows if m < whole_inputs else 0, stop - first):
             result = read(at + n * stride, F32) * read(factor, F32)
             write(to + 4 * n, result + read(bias + 4 * (first + n), F32) if bias else result)
 
@@ -697,8 +693,8 @@ def _products(job):
     piece, panels = field(job, PIECE), field(job, X)
     mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
     buffer, all_sums = mine + JOB_BYTES, mine + JOB_BYTES + BUFFER_BYTES
-    for place in range(len(JOB)):
-        write(mine + 8 * place, field(job, place))
+    for index in range(len(JOB)):
+        write(mine + 8 * index, field(job, index))
     write(mine + 8 * Y, buffer)
     write(mine + 8 * Y_STRIDE, I64(ROW_BYTES))
     write(mine + 8 * PIECE, I64(GROUP))
@@ -797,7 +793,7 @@ def _computed_e2m1(codes):
 
 
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)
-_doubled_e2m1 = byte_table((*_DOUBLED, *(-each for each in _DOUBLED))) if LANES == 8 else _computed_e2m1
+_doubled_e2m1 = byte_table((*_DOUBLED, *(-number for number in _DOUBLED))) if LANES == 8 else _computed_e2m1
 
 
 @inlined

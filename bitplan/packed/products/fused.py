@@ -214,5 +214,5 @@ def arranged_bytes(fmt: Format, shape: tuple[int, ...]) -> int:
     if fmt.block.cols is None:  # of whole rows they stay where they are, but for FP8's
         return counters + (4 * experts * outputs if fmt.name == "fp8_e4m3_row" else 0)
     dtype, (*_, groups) = fmt.part_shapes(shape)["scales"]
-    whole = 1 if fmt.block.cols == 128 else WIDEST_STEP // fmt.block.cols
-    return counters + experts * outputs * -(-groups // whole) * whole * dtype.itemsize
+    multiple = 1 if fmt.block.cols == 128 else WIDEST_STEP // fmt.block.cols
+    return counters + experts * outputs * -(-groups // multiple) * multiple * dtype.itemsize

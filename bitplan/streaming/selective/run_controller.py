@@ -345,7 +345,7 @@ class RunController(Closing):
 
     def _open_log(self, path: str | Path) -> JsonLog:
         head = {"document": RUN_LOG, "version": 1, "settings": asdict(self.settings), "rows": self._described()}
-        return JsonLog(path, _BEGINS, what="log of a run's plan", head=head, may_lose_lines=True)
+        return JsonLog(path, _BEGINS, noun="log of a run's plan", head=head, may_lose_lines=True)
 
     def close(self) -> None:
         """End the log; the stream and the layers keep what they have."""

@@ -249,7 +249,7 @@ class PrecisionTelemetry(JsonLog):
         self.clock = clock
         try:
             what = "selective precision telemetry file"
-            super().__init__(path, _BEGINS, what=what, error=TelemetryError, may_lose_lines=True)
+            super().__init__(path, _BEGINS, noun=what, error=TelemetryError, may_lose_lines=True)
         except TelemetryError as refused:
             raise TelemetryError(f"{refused}; set telemetry_file to it, or telemetry_enabled to false") from None
 
