@@ -55,9 +55,8 @@ from llama_decode import SHAPES, VOCABULARY, DecodingLlama
 from torch import Tensor, nn
 
 from bitplan.packed.fused_projections import fuse_projections
-from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.quant_linear import QuantLinear, warm_up
 from bitplan.packed.tile_cache import TileCache
-from bitplan.packed.warm_up import warm_up
 
 MODELS = (
     "8b:bfloat16:1,4,16,64 8b:mxfp4:1,4,16,64 8b:int8_g128:1,4,16,64 8b:mxfp4+cache:64 8b:int4_g32:1,64 8b:nvfp4:1,64 "

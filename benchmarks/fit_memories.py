@@ -33,9 +33,8 @@ from torch import nn
 
 from bitplan.formats import decode, encode, get_format
 from bitplan.packed.fused_projections import fuse_what_is_seen
-from bitplan.packed.host_weights import wait_in_host
 from bitplan.packed.language.token_steps import PIECE_TOKENS
-from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.packed_weight import PackedWeight, wait_in_host
 from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.plan.kv_formats import part_name

@@ -8,8 +8,8 @@ they give the bits of the definitions in `bitplan.formats.codec`.
 import sys
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
-from bitplan.base.old_names import add_old_parts
+from bitplan.base.names import lazy_names
+from bitplan.base.names import add_old_parts
 from bitplan.base import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from bitplan.files.open_files import open_tensors as open_tensors
     from bitplan.files.describe_files import describe as describe
     from bitplan.files.quantize_files import quantize_file as quantize_file
-    from bitplan.packed.dequantize import dequantize as dequantize
-    from bitplan.packed.warm_up import warm_up as warm_up
+    from bitplan.packed.apply_plan import dequantize as dequantize
+    from bitplan.packed.quant_linear import warm_up as warm_up
     from bitplan.plan.from_records import read_plan as read_plan
 
 __getattr__, __dir__, __all__ = lazy_names(

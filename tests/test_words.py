@@ -17,7 +17,7 @@ PACKAGE = Path(bitplan.__file__).parent
 ROOT = PACKAGE.parent
 DOTTED = re.compile(r"(?<![\w./-])bitplan((?:\.[a-z_]\w*)+)")
 TABLE_ROW = re.compile(r"^    ([a-z_][\w.]*(?:, [a-z_][\w.]*)*)(?:  +\S|$)", re.MULTILINE)
-OLD_PARTS = {"kernels", "measure", "runtime", "store"}  # base.old_names has them
+OLD_PARTS = {"kernels", "measure", "runtime", "store"}  # base.names has them
 NO_NAMES = {"json", "toml", "html", "crc32"}  # ends of file names, keys of metadata
 
 

@@ -80,7 +80,7 @@ EQUIVALENT = {
     "bitplan/trees/thread_workspace.py self.counts = np.array([1, 0, 1, *[0] * 7])  # the root is a leaf, and has a place -> self.counts = np.array([1, 0, 2, *[0] * 7])  # the root is a leaf, and has a place": "one place stays empty, and there is room for it",  # noqa: E501
     'bitplan/files/safetensors.py head = self._read_bytes("the first bytes", 0, min(self._size, 8)) -> head = self._read_bytes("the first bytes", 0, min(self._size, 9))': "only how the bytes begin is looked at, and no known beginning is longer than 8",  # noqa: E501
     "bitplan/trees/grow.py while nodes := growth.take_together(1 if self._shards.count == 1 else NODES_A_STEP): -> while nodes := growth.take_together(1 if self._shards.count == 2 else NODES_A_STEP):": "the tree is the same however many leaves are expanded at a time",  # noqa: E501
-    "bitplan/formats/tiles.py height = fmt.block.rows or 1 -> height = fmt.block.rows or 2": "where one block is the whole tensor, the tensor is one row, and half of it, rounded up, is one, too",  # noqa: E501
+    "bitplan/formats/format.py height = fmt.block.rows or 1 -> height = fmt.block.rows or 2": "where one block is the whole tensor, the tensor is one row, and half of it, rounded up, is one, too",  # noqa: E501
     "bitplan/plan/plan.py if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((2, 2)): -> if self.part is not None and self.part not in get_format(self.choice.format).part_layouts((3, 2)):": "which parts a format has does not depend on the shape",  # noqa: E501
 }
 

@@ -90,7 +90,7 @@ def describe_gpu(gpu: str) -> dict[str, str]:
         "capability": f"{major}.{minor}",
         "driver": _driver_version(),
         "torch": torch.__version__,
-        "triton": version_of("triton"),
+        "triton": version_of("triton") or "none",
         "bitplan": __version__,
     }
 
@@ -129,19 +129,19 @@ def to_device(numbers: Tensor, device: torch.device) -> Tensor:
 # ---- libraries, code, tensors ----------------------------------------------------------------------------------------
 
 
-def version_of(package: str) -> str:
+def version_of(package: str) -> str | None:
+    """The version of an installed package, by its metadata."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "none"
+        return None
 
 
 @functools.cache
 def code_versions() -> dict[str, str]:
     """Versions of bitplan, Python and the libraries that numbers depend on, of those that are installed."""
-    versions = {"python": platform.python_version(), "bitplan": __version__}
-    versions |= {name: version_of(name) for name in LIBRARIES}
-    return {name: version for name, version in versions.items() if version != "none"}
+    versions = {name: version for name in LIBRARIES if (version := version_of(name)) is not None}
+    return {"python": platform.python_version(), "bitplan": __version__, **versions}
 
 
 @functools.cache

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bitplan.base.errors import FormatError, StoreError
-from bitplan.base.old_names import keywords_in
+from bitplan.base.names import keywords_in
 from bitplan.base.records import Closing, Stamps, require_unchanged, stamps_of
 from bitplan.files.certificate import certificate_of, proof_of
 from bitplan.files.cluster import Cluster, file_sizes, opened_as_here

@@ -5,8 +5,7 @@ Which module does which step:
     registry               the table of formats: element, block, storage of scales, packing
     elements               the numbers that a code can stand for
     scale_rules            how a scale is stored, and the rule that chooses it; MXFP4's is that of powers of two
-    scale_choice           that rule, or another of a user's choice (mse, percentile), tile by tile
-    codec                  encode and decode by these definitions
+    codec                  encode and decode by these definitions; scales by that rule or another (mse, percentile)
     dispatch               picks a faster twin, and says which and why: `cpu_codec` by numba, `triton_codec` on GPUs
     reencode, scale_checks    changed weights encoded again; scales and codes at the end of their range
     gguf                   GGUF's blocks with their own scales
@@ -14,7 +13,7 @@ Which module does which step:
 
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
+from bitplan.base.names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.base.errors import FormatError as FormatError

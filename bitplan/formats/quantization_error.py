@@ -11,7 +11,7 @@ from torch import Tensor
 from bitplan.base.errors import FormatError
 from bitplan.formats.codec import decode, readable
 from bitplan.formats.encoded import Encoded
-from bitplan.formats.tiles import from_blocks, tile_of_grid, tiles
+from bitplan.formats.format import from_blocks, tile_of_grid, tiles
 
 PIECE = 2**22
 RUN = 64  # numbers; always whole bytes, however many codes a byte holds

@@ -34,6 +34,8 @@ from bitplan.formats.codec import (
     check_magnitude,
     check_options,
     check_scales,
+    choose_affine,
+    choose_scales,
     encode,
     encode_with_scales,
     finite,
@@ -43,7 +45,6 @@ from bitplan.formats.elements import BinaryElement
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
 from bitplan.formats.registry import get_format
-from bitplan.formats.scale_choice import choose_affine, choose_scales
 from bitplan.formats.scale_rules import E8M0_NAN, BasedScales, ScaleRule
 
 SHRINK = 2.0  # a scale this many times the fresh one still fits

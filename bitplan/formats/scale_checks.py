@@ -27,10 +27,9 @@ from bitplan.base.errors import FormatError
 from bitplan.formats.codec import _codes_of_tile
 from bitplan.formats.elements import BinaryElement, E2M1Element, IntegerElement, TorchFloat8Element
 from bitplan.formats.encoded import Encoded
-from bitplan.formats.format import Format
+from bitplan.formats.format import Format, tile_of_grid, tiles, to_blocks
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.scale_rules import E8M0_NAN, BasedScales, PowerOfTwoScales
-from bitplan.formats.tiles import tile_of_grid, tiles, to_blocks
 
 FLOAT16_STEP = 2.0**-24  # the distance of neighbours below 2^-14
 _FLOAT8_LARGEST = {torch.float8_e4m3fn: 0x7E, torch.float8_e5m2: 0x7B}  # without the sign; above it are inf and NaN

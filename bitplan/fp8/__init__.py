@@ -17,7 +17,7 @@ Which module does which step:
 
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
+from bitplan.base.names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.fp8.layers.linear import gather_weights_in_fp8 as gather_weights_in_fp8

@@ -41,7 +41,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import did_you_mean
-from bitplan.base.old_names import keywords_in
+from bitplan.base.names import keywords_in
 from bitplan.fp8.bench.confirm import Example, confirm_blocks
 from bitplan.fp8.build import has_fp8, put_decided
 from bitplan.fp8.decide import (

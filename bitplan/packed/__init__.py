@@ -8,14 +8,14 @@ How a Plan becomes packed layers, step by step:
     product_strategy      how a layer's product runs: fused, decoded, from the tile cache; `crossover` measures it
     linear_operator       the product itself, and the operator that torch.compile and torch.export see
     products              its kernels with their launchers
-    fused_projections, warm_up    faster calls of a model that is packed already
+    fused_projections     faster calls of a model that is packed already
 
 A packed checkpoint becomes a model: `checkpoints.load`. `language` runs language models and measures their quality.
 """
 
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
+from bitplan.base.names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.packed.kv_cache import KVCache as KVCache

@@ -34,8 +34,7 @@ from torch.compiler import is_dynamo_compiling
 from bitplan.base.errors import PlanError
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import has_decoder
-from bitplan.packed.host_weights import join_waiting
-from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.packed_weight import PackedWeight, join_waiting
 from bitplan.packed.product_strategy import INPUTS, input_type
 from bitplan.packed.products.fused import FusedMatmul, Prepared, fused_for
 from bitplan.packed.quant_linear import QuantLinear

@@ -30,7 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.base import __version__
 from bitplan.base.folders import cache_dir
-from bitplan.base.hardware import hardware
+from bitplan.base.hardware import describe_gpu, hardware, version_of
 
 if TYPE_CHECKING:
     import torch
@@ -194,8 +194,6 @@ def _has_cuda() -> bool:
 def _torch_hardware(has_gpu: bool) -> dict[str, Any]:
     import torch
 
-    from bitplan.base.hardware import describe_gpu
-
     hardware: dict[str, Any] = {
         "threads": torch.get_num_threads(),
         "instructions": torch.backends.cpu.get_cpu_capability(),
@@ -256,7 +254,7 @@ def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
 
 def _paths_not_tried() -> list[FastPath]:
     """The fast paths, as far as they are known without imports."""
-    numba = _installed("numba")
+    numba = version_of("numba")
     why = "a GPU driver is here, and was not asked" if has_gpu_driver() else "no GPU driver is here"
     gpu = None if has_gpu_driver() else False
     return [
@@ -297,7 +295,7 @@ def _gpu_paths(has_gpu: bool) -> list[FastPath]:
             FastPath(FP8_PATH, False, f"{why}; FP8 is emulated: the same numbers, no speed"),
         ]
     capability = torch.cuda.get_device_capability(0)
-    triton = _installed("triton")
+    triton = version_of("triton")
     fp8 = capability >= FP8_CAPABILITY
     capability_text = f"compute capability {capability[0]}.{capability[1]}" + ("" if fp8 else ", and FP8 needs 8.9")
     return [
@@ -335,7 +333,7 @@ def _requirements() -> list[str] | None:
 
 
 def _library(name: str, needed: str, extras: tuple[str, ...], try_import: bool) -> Library:
-    installed = _installed(name)
+    installed = version_of(name)
     problem = None
     if installed is None:
         problem = None if extras else f"not installed; pip install '{name}{needed}'"
@@ -344,13 +342,6 @@ def _library(name: str, needed: str, extras: tuple[str, ...], try_import: bool) 
     elif try_import and not extras:
         problem = _import_problem(name)
     return Library(name, needed, extras, installed, problem)
-
-
-def _installed(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _import_problem(name: str) -> str | None:
@@ -379,7 +370,7 @@ def _numbers(version: str) -> list[int]:
 def _versions(libraries: Iterable[Library]) -> dict[str, str]:
     versions = {"python": platform.python_version(), "bitplan": __version__}
     versions |= {library.name: library.installed for library in libraries if library.installed is not None}
-    triton = _installed("triton")
+    triton = version_of("triton")
     return versions | ({"triton": triton} if triton else {})
 
 
@@ -387,8 +378,8 @@ def _lacks(paths: Iterable[FastPath], libraries: Sequence[Library], has_gpu: boo
     refused = {path.name: path.detail for path in paths if path.active is False}
     lacks = find_lacks(
         has_gpu=has_gpu,
-        has_triton=_installed("triton") is not None,
-        has_cuda_libraries=any(_installed(name) for name in _CUDA_LIBRARIES),
+        has_triton=version_of("triton") is not None,
+        has_cuda_libraries=any(version_of(name) for name in _CUDA_LIBRARIES),
         packed_refused=refused.get(PACKED_PATH),
         missing=_missing(libraries),
         cpu_flags=cpu_flags(),
@@ -435,6 +426,6 @@ def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
     for name, extra in _missing(libraries):
         missing.setdefault(extra, []).append(name)
     steps += [f"pip install 'bitplan[{extra}]' for {', '.join(names)}" for extra, names in sorted(missing.items())]
-    if has_gpu and _installed("triton") is None:
+    if has_gpu and version_of("triton") is None:
         steps.append("pip install triton for the GPU kernels")
     return [*steps, "bitplan inspect to see the number formats; bitplan --help for the verbs"]

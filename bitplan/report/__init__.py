@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from bitplan.base.old_names import old_name
+from bitplan.base.names import old_name
 from bitplan.report.page import write_report as write_report
 from bitplan.report.read_records import TrainingLog
 from bitplan.report.trackers import log_records

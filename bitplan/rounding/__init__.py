@@ -11,7 +11,7 @@ Which module does which step:
 
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
+from bitplan.base.names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.rounding.weights import round_with_report as round_with_report

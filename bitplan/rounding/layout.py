@@ -13,10 +13,9 @@ from torch import Tensor
 
 from bitplan.formats import Encoded
 from bitplan.formats.elements import Element, IntegerElement
-from bitplan.formats.format import Format
+from bitplan.formats.format import Format, to_blocks
 from bitplan.formats.gguf.blocks import GgufVectors
 from bitplan.formats.gguf.grids import NUMBERS, SIGNED, VectorLayout
-from bitplan.formats.tiles import to_blocks
 
 # ---- numbers of codes ------------------------------------------------------------------------------------------------
 

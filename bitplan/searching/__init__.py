@@ -16,7 +16,7 @@ Which module does which step:
 
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
+from bitplan.base.names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.searching.goal import Goal as Goal

@@ -418,8 +418,7 @@ def _chosen_share(config: dict[str, Any]) -> float:
 
 def _send_to_host(model: Any, device: Any, chosen: float, batch: int) -> tuple[float, int]:
     """Let all multiplied weights lie in the host's memory; bytes of them that a token reads, and products with them."""
-    from bitplan.packed.host_weights import wait_in_host
-    from bitplan.packed.packed_weight import PackedWeight
+    from bitplan.packed.packed_weight import PackedWeight, wait_in_host
     from bitplan.packed.quant_embedding import QuantEmbedding
 
     tables = {id(one.weight) for one in model.modules() if isinstance(one, QuantEmbedding)}

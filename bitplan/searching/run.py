@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from bitplan.base.hardware import hardware
 from bitplan.base.logs import JsonLog
-from bitplan.base.old_names import keywords_in
+from bitplan.base.names import keywords_in
 from bitplan.base.records import write_json
 from bitplan.files.certificate import certify_search
 from bitplan.files.engines.gguf_source import is_folder_like

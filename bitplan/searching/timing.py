@@ -29,9 +29,8 @@ from bitplan.packed.crossover import compile_together
 from bitplan.packed.expert_products import ExpertMatrices, Routes, fused_product, looped_product, looped_rows
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import FUSED_ROWS_UNMEASURED, compute_dtype
-from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.quant_linear import QuantLinear, warm_up
 from bitplan.packed.rounded_inputs import round_inputs
-from bitplan.packed.warm_up import warm_up
 from bitplan.searching.evidence import SearchEvidence, TensorGroup, input_of, weight_format
 from bitplan.searching.goal import SearchError
 

@@ -1,6 +1,6 @@
 """Which weights lie on the GPU and which in the host's memory, and in which format: one problem, by measured times.
 
-A packed weight in the host's memory is read by the GPU over the bus whenever its product runs (`packed.host_weights`).
+A packed weight in the host's memory is read by the GPU over the bus whenever its product runs (`packed.packed_weight`).
 So a choice is a format and a place (`mxfp4`, or `mxfp4@host`), with bytes in either memory and a time:
 
     on the GPU     bytes that are read / `gpu_rate`

@@ -10,7 +10,7 @@ transfer, training, selective    copies and slots; weights trained on the host; 
 
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
+from bitplan.base.names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.base.errors import StreamError as StreamError

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import FormatError, StreamError, StreamStateError
-from bitplan.base.old_names import keywords_in
+from bitplan.base.names import keywords_in
 from bitplan.base.records import on_failure
 from bitplan.plan.plan import Choice, Plan, Planned
 from bitplan.streaming.find_blocks import STREAMED, StreamedBlock, Train, find_blocks, move_resident

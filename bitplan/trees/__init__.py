@@ -3,7 +3,7 @@
 import importlib.util
 from typing import TYPE_CHECKING
 
-from bitplan.base.lazy_names import lazy_names
+from bitplan.base.names import lazy_names
 from bitplan.base.optional import require
 
 if TYPE_CHECKING:

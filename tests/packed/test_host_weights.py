@@ -12,8 +12,7 @@ from torch import nn
 import bitplan
 from bitplan.base.errors import PlanError
 from bitplan.packed.fused_projections import fuse_projections
-from bitplan.packed.host_weights import addressed, wait_in_host
-from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.packed_weight import PackedWeight, addressed, wait_in_host
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.plan.plan import Choice, Plan
 from tests.cli.verbs.test_perplexity_verb import save_llama

@@ -22,9 +22,8 @@ from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import LayerError, choose, compute_dtype
 from bitplan.packed.products import cpu_fused, cpu_matmul
 from bitplan.packed.products.fused import Launch, fused_for
-from bitplan.packed.quant_linear import QuantLinear
+from bitplan.packed.quant_linear import QuantLinear, warm_up
 from bitplan.packed.tile_cache import TileCache
-from bitplan.packed.warm_up import warm_up
 from tests.packed.linear_samples import FORMATS, exact_linear, normal, packed
 
 needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason=str(cpu_matmul._why_not_here()))

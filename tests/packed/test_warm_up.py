@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.packed.fused_projections import fuse_projections
-from bitplan.packed.quant_linear import QuantLinear
-from bitplan.packed.warm_up import warm_up
+from bitplan.packed.quant_linear import QuantLinear, warm_up
 from tests.packed.linear_samples import packed
 
 

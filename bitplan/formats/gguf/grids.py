@@ -16,7 +16,7 @@ import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from bitplan.formats.gguf.layouts import Plane, float_bytes, floats
+from bitplan.formats.gguf.layouts import Plane, RowOfParts, float_bytes, floats
 from bitplan.formats.gguf.search import FIT_STEPS, FLOAT16_MAX, by_halves
 from bitplan.formats.scale_rules import reciprocal
 
@@ -61,7 +61,7 @@ class Codebook(NamedTuple):
 
 
 @dataclass(frozen=True)
-class VectorLayout:
+class VectorLayout(RowOfParts):
     """One block type; `parts` are in file order.
 
     group   numbers that share a multiple of d
@@ -79,10 +79,6 @@ class VectorLayout:
     @property
     def numbers(self) -> int:
         return NUMBERS
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(size for _, size in self.parts)
 
     @property
     def even(self) -> bool:
@@ -152,10 +148,6 @@ class VectorLayout:
     @property
     def _high(self) -> Plane:
         return Plane(2 if self.width == 8 else 1, 1)
-
-    def _split(self, raw: Tensor) -> dict[str, Tensor]:
-        names, sizes = [name for name, _ in self.parts], [size for _, size in self.parts]
-        return dict(zip(names, raw.split(sizes, dim=1), strict=True))
 
 
 def _bytes(words: Tensor, size: int) -> Tensor:

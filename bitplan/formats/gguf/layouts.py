@@ -50,8 +50,22 @@ class BlockParts(NamedTuple):
     mins: Tensor | None = None
 
 
+class RowOfParts:
+    """A block as a row of parts, each a name and a number of bytes, in the order of the file."""
+
+    parts: tuple[tuple[str, int], ...]
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(size for _, size in self.parts)
+
+    def _split(self, raw: Tensor) -> dict[str, Tensor]:
+        names, sizes = [name for name, _ in self.parts], [size for _, size in self.parts]
+        return dict(zip(names, raw.split(sizes, dim=1), strict=True))
+
+
 @dataclass(frozen=True)
-class Layout:
+class Layout(RowOfParts):
     """One block type. `parts` are in file order; planes count from the lowest bits of a code.
 
     numbers, group    numbers in a block, and in each of its groups
@@ -71,10 +85,6 @@ class Layout:
     scale_high: int | None = None
     has_min: bool = False
     table: tuple[int, ...] | None = None
-
-    @property
-    def block_bytes(self) -> int:
-        return sum(size for _, size in self.parts)
 
     @property
     def has_groups(self) -> bool:
@@ -154,10 +164,6 @@ class Layout:
             return d, dmin
         scale = d * parts.scales.float()
         return scale, None if dmin is None or parts.mins is None else -(dmin * parts.mins.float())
-
-    def _split(self, raw: Tensor) -> dict[str, Tensor]:
-        names, sizes = [name for name, _ in self.parts], [size for _, size in self.parts]
-        return dict(zip(names, raw.split(sizes, dim=1), strict=True))
 
     def _pack_scales(self, scales: Tensor, mins: Tensor | None) -> Tensor:
         import torch

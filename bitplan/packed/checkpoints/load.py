@@ -48,12 +48,10 @@ from bitplan.formats.elements import torch_dtype
 from bitplan.formats.gguf.blocks import GgufBlocks
 from bitplan.formats.input_formats import Inputs
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, ManifestLike, holds_gpt_oss
-from bitplan.packed.checkpoints.save import adapt_to_transformers
-from bitplan.packed.checkpoints.tensor_sources import remember
+from bitplan.packed.checkpoints.save import adapt_to_transformers, remember
 from bitplan.packed.fused_projections import fuse_what_is_seen
-from bitplan.packed.host_weights import wait_in_host
 from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
-from bitplan.packed.packed_weight import PackedWeight
+from bitplan.packed.packed_weight import PackedWeight, wait_in_host
 from bitplan.packed.product_strategy import INPUTS, check_strategy
 from bitplan.packed.rounded_inputs import set_inputs
 from bitplan.packed.rounded_kv import round_kv

@@ -185,7 +185,7 @@ def test_a_window_of_a_config_inside_another_is_seen() -> None:
 
 @pytest.mark.parametrize("change", ["norm", "packed again", "packed first"])
 def test_a_model_that_was_changed_is_looked_at_again(change: str) -> None:
-    from bitplan.packed.dequantize import dequantize
+    from bitplan.packed.apply_plan import dequantize
 
     model, ids = packed(), [3, 1, 4, 1, 5, 9]
     if change == "packed first":

@@ -13,12 +13,12 @@ import torch
 
 import bitplan
 from bitplan import choose_formats, get_format
-from bitplan.base import old_names
+from bitplan.base import names
 from bitplan.files import DriftLog
 from bitplan.plan import check_headers
 from bitplan.plan.manifest import shipped_manifest
 
-OLD_PARTS = {f"bitplan.{part}" for part in old_names._OLD_PARTS}
+OLD_PARTS = {f"bitplan.{part}" for part in names._OLD_PARTS}
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_an_old_name_is_the_new_one_and_warns(package: str, name: str, home: str
 
 
 def test_keywords_that_became_options_still_count_and_warn() -> None:
-    @old_names.keywords_in(Options)
+    @names.keywords_in(Options)
     def act(what: str, *, options: Options | None = None) -> tuple[str, Options | None]:
         return what, options
 
@@ -63,7 +63,7 @@ def test_keywords_that_became_options_still_count_and_warn() -> None:
 
 
 def test_keywords_join_options_that_are_a_mapping() -> None:
-    @old_names.keywords_in(Options, written="dict")
+    @names.keywords_in(Options, written="dict")
     def act(*, options: Options | dict[str, int] | None = None) -> Any:
         return options
 
@@ -78,8 +78,8 @@ class Options:
 
 
 def test_every_old_name_has_its_new_place() -> None:
-    for package, names in old_names._NAMES.items():
-        for name in names.split():
+    for package, old in names._NAMES.items():
+        for name in old.split():
             with pytest.warns(FutureWarning, match=re.escape(f"{package}.{name} is ")):
                 assert getattr(importlib.import_module(package), name) is not None
             assert name not in getattr(importlib.import_module(package), "__all__", ()) or package in OLD_PARTS
