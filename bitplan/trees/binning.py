@@ -119,13 +119,13 @@ def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: i
         edges |= zip(block, on_threads(lambda column: [_limits(column, max_bins)], columns), strict=True)
     sets = [feature for feature in range(x.shape[1]) if categorical[feature]]
     if sets:
-        here = [np.zeros(1, np.int64) for _ in sets]
+        counted = [np.zeros(1, np.int64) for _ in sets]
         for _, part in blocks_of(x):
             more = on_threads(lambda feature: _count_categories(part[:, feature], feature), sets)  # noqa: B023
-            here = [_padded(old, len(new)) + _padded(new, len(old)) for old, new in zip(here, more, strict=True)]
-        most = np.array([max(map(len, here))], np.float64)
+            counted = [_padded(old, len(new)) + _padded(new, len(old)) for old, new in zip(counted, more, strict=True)]
+        most = np.array([max(map(len, counted))], np.float64)
         size = int(span.shards.top(most, "largest category")[0])
-        rows = span.shards.add(np.array([_padded(counts, size) for counts in here]), "rows of each category")
+        rows = span.shards.add(np.array([_padded(counts, size) for counts in counted]), "rows of each category")
         edges |= {feature: _categories(part, max_bins) for feature, part in zip(sets, rows, strict=True)}
     features = np.repeat(np.arange(x.shape[1]), [len(edges[feature]) for feature in range(x.shape[1])])
     columns = [column for feature in range(x.shape[1]) for column in edges[feature]]
@@ -148,8 +148,8 @@ def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
     lines = [-(-rows * words_a_row(width) * 8 // CACHE_LINE) for width in widths]
     begins = np.cumsum([0, *lines[:-1]]) * (CACHE_LINE // 8)
     space, is_there = np.empty((features, rows), np.uint8), np.zeros(features, np.uint8)
-    made = BinnedRows(space, is_there, _aligned(sum(lines)), begins, widths)
-    bytes_ = made.panel_bytes
+    binned = BinnedRows(space, is_there, _aligned(sum(lines)), begins, widths)
+    bytes_ = binned.panel_bytes
 
     limits = np.full((features, trees_rows.MISSING + 1), np.inf)
     for column, (edges, is_category) in enumerate(zip(bins.edges, bins.is_category, strict=True)):
@@ -163,21 +163,21 @@ def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
         loop = trees_rows.bin_float32 if table.dtype == np.float32 else trees_rows.bin_float64
         where = table.ctypes.data, *table.strides, row_pieces.First(), row_pieces.End(), before
         for number, first in enumerate(firsts):
-            here = numeric[(numeric >= first) & (numeric < first + PANEL)]
-            more = here, bins.features, in_groups[table.dtype.type], bytes_[number], first, widths[number]
-            row_pieces.run(loop, len(table), BIN_NS * (len(here) + 1), *where, *more)
+            in_panel = numeric[(numeric >= first) & (numeric < first + PANEL)]
+            more = in_panel, bins.features, in_groups[table.dtype.type], bytes_[number], first, widths[number]
+            row_pieces.run(loop, len(table), BIN_NS * (len(in_panel) + 1), *where, *more)
         parts = [(start, before, table) for start in range(0, len(table), ROWS_AT_ONCE)] if len(sets) else []
         on_threads(lambda part: _bin_categories(*part, sets, bins, bytes_), parts)
-    return made
+    return binned
 
 
 def _in_groups(limits: Array, kind: Any) -> Array:
     """As `trees.loops.rows` wants them. For float32 the largest that are not above: numbers lie on the same sides."""
     with np.errstate(over="ignore"):  # limits of other processes' float64
-        made = limits.astype(kind)
-        made = np.where(made > limits, np.nextafter(made, kind(-np.inf)), made)
-    ends = made[:, trees_rows.GROUP - 1 :: trees_rows.GROUP]
-    return np.concatenate([ends, made], axis=1).reshape(-1)
+        rounded = limits.astype(kind)
+        rounded = np.where(rounded > limits, np.nextafter(rounded, kind(-np.inf)), rounded)
+    ends = rounded[:, trees_rows.GROUP - 1 :: trees_rows.GROUP]
+    return np.concatenate([ends, rounded], axis=1).reshape(-1)
 
 
 def _bin_categories(start: int, before: int, table: Array, sets: Array, bins: Bins, panels: list[Array]) -> None:
@@ -219,8 +219,8 @@ def _limits(numbers: Array, max_bins: int) -> Array:
     starts = np.flatnonzero(is_start)
     if len(starts) > max_bins:
         # A cut after every 1/max_bins of the rows, moved to the end of the run of equal numbers it falls into.
-        wanted = np.arange(1, max_bins) * (len(present) / max_bins)
-        cuts = np.unique(np.searchsorted(starts, wanted, side="left"))
+        quantiles = np.arange(1, max_bins) * (len(present) / max_bins)
+        cuts = np.unique(np.searchsorted(starts, quantiles, side="left"))
         cuts = cuts[(cuts > 0) & (cuts < len(starts))]
     else:
         cuts = np.arange(1, len(starts))

@@ -150,9 +150,9 @@ def boost(
         booster = Booster(initial.start, initial.features, list(initial.trees), rounds_before=initial.rounds)
     with _compiling(settings.device):
         grower = grow_on(_binned(rows.x, bins, objective, settings), bins, settings.rules, shards)
-        held = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
+        row_scores = _scores_of(rows, objective, settings, grower, _first_scores(rows, booster), span)
     booster_made(booster)
-    trainer = _Trainer(rows, settings, grower, held, span, booster.outputs)
+    trainer = _Trainer(rows, settings, grower, row_scores, span, booster.outputs)
     shards.sent_for("bins and start")
     watched = [replace(one_set, rows=replace(one_set.rows, x=np.asarray(one_set.rows.x))) for one_set in watched]
     scores = [_first_scores(one_set.rows, booster) for one_set in watched]
@@ -165,8 +165,8 @@ def boost(
         if left_out is not None:
             for one_set, sums in zip(watched, scores, strict=True):
                 sums -= left_out.scores(one_set.rows.x) * share
-        seen = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
-        booster.losses += seen[-1:]
+        losses = [_watch(one_set, sums, new, booster, shards) for one_set, sums in zip(watched, scores, strict=True)]
+        booster.losses += losses[-1:]
         if settings.dropout is not None:
             shares[dropped] *= 1 - share
             shares = np.append(shares, share)
@@ -255,20 +255,20 @@ def _scores_of(
         if has_gradients(objective):
             assert isinstance(grower, CudaTreeGrower)
             settled = settings.precision, settings.renew_leaves, settings.rules
-            made = CudaScores(objective, rows.y, rows.weights, scores, grower, *settled)
-            made.compile()
-            return made
+            scores_there = CudaScores(objective, rows.y, rows.weights, scores, grower, *settled)
+            scores_there.compile()
+            return scores_there
     return HostScores(rows, objective, settings, grower, scores, span)
 
 
 def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, shards: Shards) -> float:
     """Record every metric after a round; the first of them, as a number of which less is better."""
-    rows, seen = watched.rows, booster.evals.setdefault(watched.name, {})
+    rows, record = watched.rows, booster.evals.setdefault(watched.name, {})
     Forest.of(new, booster.outputs).add_to(scores, np.asarray(rows.x))
     values = [metric(rows.y, scores, rows.weights, shards) for metric in watched.metrics]
     shards.sent_for("losses")
     for name, value, _ in values:
-        seen.setdefault(name, []).append(value)
+        record.setdefault(name, []).append(value)
     _, first, higher_is_better = values[0]
     return -first if higher_is_better else first
 
@@ -310,9 +310,9 @@ class _Trainer:
 
     def _trees(self, number: int, used: Array | range, unused: Array, rate: float) -> list[Tree]:
         """A tree for each output, several at the same time, each by some of the threads; they are the same trees."""
-        at_once, given = self._grower.at_once(self._outputs), (number, used, unused, rate)
+        at_once, arguments = self._grower.at_once(self._outputs), (number, used, unused, rate)
         if at_once == 1:
-            return [self._tree((self._grower, output), *given) for output in range(self._outputs)]
+            return [self._tree((self._grower, output), *arguments) for output in range(self._outputs)]
         if len(unused):
             _ = self._grower.columns  # all of them are copied, before several threads ask for them
         trees: list[Tree] = []
@@ -320,13 +320,13 @@ class _Trainer:
             outputs = range(first, min(first + at_once, self._outputs))
             growers = self._twins.setdefault(len(outputs), [])
             growers += [self._grower.twin() for _ in range(len(outputs) - len(growers))]
-            grow = functools.partial(self._tree_beside, thread_count() // len(outputs), given)
+            grow = functools.partial(self._tree_beside, thread_count() // len(outputs), arguments)
             trees += on_threads(grow, list(zip(growers, outputs, strict=True)))
         return trees
 
-    def _tree_beside(self, threads: int, given: tuple[Any, ...], of: tuple[TreeGrower, int]) -> Tree:
+    def _tree_beside(self, threads: int, arguments: tuple[Any, ...], of: tuple[TreeGrower, int]) -> Tree:
         with use_threads(threads):
-            return self._tree(of, *given)
+            return self._tree(of, *arguments)
 
     def _tree(self, of: tuple[TreeGrower, int], number: int, used: Array | range, unused: Array, rate: float) -> Tree:
         """By this grower, for this output."""
@@ -364,10 +364,10 @@ class _Trainer:
 
     def _sample_columns(self, seed: int) -> Array:
         count = len(self._columns)
-        wanted = max(1, math.ceil(count * self._settings.column_share - 1e-9))
-        if wanted == count:
+        drawn = max(1, math.ceil(count * self._settings.column_share - 1e-9))
+        if drawn == count:
             return self._columns
-        return np.sort(np.random.default_rng(seed).choice(count, wanted, replace=False))
+        return np.sort(np.random.default_rng(seed).choice(count, drawn, replace=False))
 
 
 class HostScores:
@@ -401,8 +401,8 @@ class HostScores:
         is_used[np.flatnonzero(sizes == least)[: large - int(is_used.sum())]] = True
         of_others = share * (1 - LARGE_SHARE) / (1 - share * LARGE_SHARE)
         is_drawn = ~is_used & (draws < of_others)
-        for held in (self._grads, self._hess):
-            held[:, is_drawn] *= np.float32(1 / of_others)
+        for numbers in (self._grads, self._hess):
+            numbers[:, is_drawn] *= np.float32(1 / of_others)
         is_used |= is_drawn
         return is_used
 
@@ -433,11 +433,11 @@ class HostScores:
         unit: Array = np.array(units(*gradients.tops, self._span.total))
         order, ends = grown.as_they_lie
         sums = np.zeros(2 * len(ends), np.int64)
-        given = grown.rows, row_pieces.First(), row_pieces.End(), ends, *self._by_output[output]
-        row_pieces.run(trees_gradients.sum_leaves, len(grown.rows), SUM_NS, *given, *(1.0 / unit).tolist(), sums)
-        here = np.empty((len(ends), 2), np.int64)
-        here[order] = sums.reshape(-1, 2)
-        totals = self._shards.add(here, "sums of leaves") * unit
+        arguments = grown.rows, row_pieces.First(), row_pieces.End(), ends, *self._by_output[output]
+        row_pieces.run(trees_gradients.sum_leaves, len(grown.rows), SUM_NS, *arguments, *(1.0 / unit).tolist(), sums)
+        by_leaf = np.empty((len(ends), 2), np.int64)
+        by_leaf[order] = sums.reshape(-1, 2)
+        totals = self._shards.add(by_leaf, "sums of leaves") * unit
         return newton_steps(totals, self._settings.rules, grown.leaf_bounds)
 
     def _warn_of_coarse_leaves(self, tree: Tree, hess_scale: float) -> None:
@@ -458,8 +458,8 @@ class HostScores:
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         order, ends = grown.as_they_lie
         rows = grown.rows, row_pieces.First(), row_pieces.End()
-        given = self._scores[:, output], *rows, ends, tree.leaf_value[order]
-        row_pieces.run(trees_rows.add_leaves, len(grown.rows), ADD_NS, *given)
+        arguments = self._scores[:, output], *rows, ends, tree.leaf_value[order]
+        row_pieces.run(trees_rows.add_leaves, len(grown.rows), ADD_NS, *arguments)
         if not len(unused):
             return
         scores = self._scores[:, output]

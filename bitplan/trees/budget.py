@@ -78,10 +78,10 @@ class SettingsTrial:
 class Search:
     """Trials of an estimator's settings; those that differ from their defaults are the user's, and stay."""
 
-    def __init__(self, model: Any, rows: Rows, objective: Objective, held: EvalSet) -> None:
-        self._model, self._rows, self._objective, self._held = model, rows, objective, held
-        defaults, given = type(model)().get_params(), model.get_params()
-        self.of_user = {name: value for name, value in given.items() if not has_default(value, defaults[name])}
+    def __init__(self, model: Any, rows: Rows, objective: Objective, held_out: EvalSet) -> None:
+        self._model, self._rows, self._objective, self._held = model, rows, objective, held_out
+        defaults, settings = type(model)().get_params(), model.get_params()
+        self.of_user = {name: value for name, value in settings.items() if not has_default(value, defaults[name])}
         self._free = {name: values for name, values in CHOICES.items() if name not in self.of_user}
         self._random = np.random.default_rng(0)
         self._order = self._random.permutation(len(rows.x))
@@ -133,8 +133,8 @@ class Search:
         counts = sorted({min(max(math.ceil(share * total), FEWEST_ROWS), total) for share in shares})
         step_s = (end - clock()) / len(counts)
         candidates: Iterable[dict[str, Any]] = itertools.islice(self._candidates(), MOST_TRIALS)
-        for left, count in zip(reversed(range(len(counts))), counts, strict=True):
-            ranked = self._until(end - left * step_s, candidates, count, first.seconds)
+        for remaining, count in zip(reversed(range(len(counts))), counts, strict=True):
+            ranked = self._until(end - remaining * step_s, candidates, count, first.seconds)
             ranked.sort(key=lambda trial: trial.loss)
             candidates = [trial.settings for trial in ranked[: math.ceil(len(ranked) / 4)]]
         best = min([first, *ranked], key=lambda trial: trial.loss)
@@ -164,7 +164,7 @@ class Search:
             for value in values
             if value != settings[name]
         ]
-        return [others[place] for place in self._random.permutation(len(others))]
+        return [others[index] for index in self._random.permutation(len(others))]
 
     def with_precision(self, best: SettingsTrial) -> tuple[SettingsTrial, str]:
         """The best settings with codes or float32 as gradients: float32 where codes are slower, or the loss is larger
@@ -184,12 +184,12 @@ class Search:
         return replace(best, settings=settings), reason
 
 
-def rate_and_rounds(wanted: float, affordable: float, rate: float) -> tuple[float, int]:
-    """The learning rate for whose rounds there is time, and these: `wanted` rounds at `rate` give about the same model
+def rate_and_rounds(rounds: float, affordable: float, rate: float) -> tuple[float, int]:
+    """The learning rate for whose rounds there is time, and these: `rounds` rounds at `rate` give about the same model
     as twice as many at half of it, which is a better one."""
     affordable = max(affordable, 1.0)
-    chosen = float(f"{min(max(rate * wanted / affordable, SMALLEST_RATE), LARGEST_RATE):.3g}")
-    return chosen, max(int(min(affordable, wanted * rate / chosen)), 1)
+    chosen = float(f"{min(max(rate * rounds / affordable, SMALLEST_RATE), LARGEST_RATE):.3g}")
+    return chosen, max(int(min(affordable, rounds * rate / chosen)), 1)
 
 
 def fit_in_seconds(
@@ -203,12 +203,12 @@ def fit_in_seconds(
     """Search settings, fit the model with the best of them to all rows, and record both in `model.search_`."""
     rows, seconds = with_weight(rows), float(options.seconds)
     if watched:
-        fitted, held = rows, watched[-1]
+        fitted, held_out = rows, watched[-1]
     else:
         share = max(model.validation_fraction, min(HELD_ROWS / len(rows.x), 0.3))
         fitted, held_rows = split_rows(rows, share, 0)
-        held = EvalSet("held out", held_rows, metrics_of(objective, options.eval_metric))
-    search = Search(model, fitted, objective, held)
+        held_out = EvalSet("held out", held_rows, metrics_of(objective, options.eval_metric))
+    search = Search(model, fitted, objective, held_out)
     best, reason = search.with_precision(search.best(started + SEARCH_SHARE * seconds))
     fastest = best if best.rows == len(fitted.x) else search.run(best.settings, len(fitted.x), math.inf, SPEED_ROUNDS)
     round_s = max(fastest.round_seconds * len(rows.x) / len(fitted.x), 1e-9)

@@ -29,45 +29,47 @@ MAX_GROUPS = 62  # of features that may interact: bits of an integer
 
 def feature_place(where: str, name: Any, names: Sequence[Any], features: int) -> int:
     """The place of a feature that the setting `where` names."""
-    known = list(names)
-    if name in known:
-        return known.index(name)
+    known_names = list(names)
+    if name in known_names:
+        return known_names.index(name)
     if isinstance(name, numbers.Integral) and 0 <= int(name) < features:
         return int(name)
-    hint = did_you_mean(str(name), map(str, known))
+    hint = did_you_mean(str(name), map(str, known_names))
     raise TreesError(f"{where}: no feature {name!r:.80}; expected a column name, or 0 to {features - 1}{hint}")
 
 
-def monotone_signs(given: Any, names: Sequence[Any], features: int) -> Array:
+def monotone_signs(constraints: Any, names: Sequence[Any], features: int) -> Array:
     """-1, 0 or 1 for each feature."""
-    if given is None:
+    if constraints is None:
         return np.zeros(features, np.int64)
-    if isinstance(given, dict):
+    if isinstance(constraints, dict):
         signs = [0] * features
-        for name, sign in given.items():
+        for name, sign in constraints.items():
             signs[feature_place("monotone_constraints", name, names, features)] = sign
-        given = signs
-    given = given.tolist() if isinstance(given, np.ndarray) else given
-    is_list = isinstance(given, Sequence) and not isinstance(given, str)
-    if not is_list or len(given) != features or any(sign not in (-1, 0, 1) for sign in given):
+        constraints = signs
+    constraints = constraints.tolist() if isinstance(constraints, np.ndarray) else constraints
+    is_list = isinstance(constraints, Sequence) and not isinstance(constraints, str)
+    if not is_list or len(constraints) != features or any(sign not in (-1, 0, 1) for sign in constraints):
         raise TreesError(
-            f"monotone_constraints: expected {features} numbers, one a feature, each -1, 0 or 1, got {given!r:.80}"
+            f"monotone_constraints: expected {features} numbers, one a feature, each -1, 0 or 1, "
+            f"got {constraints!r:.80}"
         )
-    return np.array(given, np.int64)
+    return np.array(constraints, np.int64)
 
 
-def interaction_groups(given: Any, names: Sequence[Any], features: int) -> Array | None:
+def interaction_groups(constraints: Any, names: Sequence[Any], features: int) -> Array | None:
     """For each feature a bit for every group it is in; features that no group names are a group of their own."""
-    if given is None:
+    if constraints is None:
         return None
-    is_list = isinstance(given, (list, tuple)) and all(
-        isinstance(group, Collection) and not isinstance(group, (str, bytes, dict)) for group in given
+    is_list = isinstance(constraints, (list, tuple)) and all(
+        isinstance(group, Collection) and not isinstance(group, (str, bytes, dict)) for group in constraints
     )
     if not is_list:
-        raise TreesError(f"interaction_constraints: expected a list of lists of features, got {given!r:.60}")
-    places = [{feature_place("interaction_constraints", name, names, features) for name in group} for group in given]
-    rest = set(range(features)).difference(*places) if places else set(range(features))
-    groups = [*places, rest] if rest else places
+        raise TreesError(f"interaction_constraints: expected a list of lists of features, got {constraints!r:.60}")
+    where = "interaction_constraints"
+    named_groups = [{feature_place(where, name, names, features) for name in group} for group in constraints]
+    rest = set(range(features)).difference(*named_groups) if named_groups else set(range(features))
+    groups = [*named_groups, rest] if rest else named_groups
     if len(groups) > MAX_GROUPS:
         raise TreesError(f"interaction_constraints: expected at most {MAX_GROUPS} groups, got {len(groups)}")
     bits = np.zeros(features, np.int64)
@@ -76,17 +78,17 @@ def interaction_groups(given: Any, names: Sequence[Any], features: int) -> Array
     return bits
 
 
-def category_flags(given: Any, names: Sequence[Any], features: int) -> Array:
+def category_flags(setting: Any, names: Sequence[Any], features: int) -> Array:
     """Whether each feature is categorical, by the setting `categorical_features`."""
     is_category = np.zeros(features, np.bool_)
-    given = () if given is None else given
-    if isinstance(given, (str, bytes, dict)) or not isinstance(given, Collection):
+    setting = () if setting is None else setting
+    if isinstance(setting, (str, bytes, dict)) or not isinstance(setting, Collection):
         raise TreesError(
-            f"categorical_features: expected a list of names or places, or a flag for each feature, got {given!r:.60}"
+            f"categorical_features: expected a list of names or places, or a flag for each feature, got {setting!r:.60}"
         )
-    if len(given) == features and all(isinstance(flag, (bool, np.bool_)) for flag in given):
-        return np.array(given, np.bool_)
-    for name in given:
+    if len(setting) == features and all(isinstance(flag, (bool, np.bool_)) for flag in setting):
+        return np.array(setting, np.bool_)
+    for name in setting:
         is_category[feature_place("categorical_features", name, names, features)] = True
     return is_category
 
@@ -118,65 +120,65 @@ def learn_categories(x: Any, categorical_features: Any, before: Mapping[int, lis
     learned: Known = {}
     if table is not None:
         named = category_flags(categorical_features, table.names, table.count)
-        for place in range(table.count):
-            typed = table.categories(place)
+        for index in range(table.count):
+            typed = table.categories(index)
             if typed is not None:
                 values = [plain(value) for value in typed]
-            elif place in before or (named[place] and table.kind(place) == "O"):
-                values = _distinct(table.cells(place))
-                if place not in before and not any(isinstance(value, str) for value in values):
+            elif index in before or (named[index] and table.kind(index) == "O"):
+                values = _distinct(table.cells(index))
+                if index not in before and not any(isinstance(value, str) for value in values):
                     continue  # numbers in an array of objects
             else:
                 continue
-            learned[place] = _checked(values, table.shown(place))
+            learned[index] = _checked(values, table.shown(index))
     if shards.count > 1:
-        parts = gather_json({str(place): values for place, values in learned.items()}, "categories", shards)
-        places = sorted({int(place) for part in parts for place in part})
-        together = {place: [value for part in parts for value in part.get(str(place), ())] for place in places}
-        learned = {place: _checked(list(set(values)), f"column {place}") for place, values in together.items()}
+        parts = gather_json({str(index): values for index, values in learned.items()}, "categories", shards)
+        indices = sorted({int(index) for part in parts for index in part})
+        together = {index: [value for part in parts for value in part.get(str(index), ())] for index in indices}
+        learned = {index: _checked(list(set(values)), f"column {index}") for index, values in together.items()}
     return {
-        place: [*before.get(place, ()), *sorted(set(learned.get(place, ())) - set(before.get(place, ())))]
-        for place in sorted({*before, *learned})
+        index: [*before.get(index, ()), *sorted(set(learned.get(index, ())) - set(before.get(index, ())))]
+        for index in sorted({*before, *learned})
     }
 
 
-def encode(x: Any, known: Known) -> Any:
+def encode(x: Any, categories: Known) -> Any:
     """X with numbers for categories: a frame as before, with the same names, or an array."""
     table = table_of(x)
-    if table is None or not known or max(known) >= table.count:
+    if table is None or not categories or max(categories) >= table.count:
         return x  # another number of features is refused later
-    others = [place for place in range(table.count) if place not in known]
+    others = [index for index in range(table.count) if index not in categories]
     numbers = np.empty((len(x), table.count))
     if others:
         rest = table.part(others)
         refuse_text(rest)
         numbers[:, others] = check_array(rest, dtype=np.float64, ensure_all_finite=False, ensure_min_samples=0)
-    for place, values in known.items():
-        numbers[:, place] = _numbers(table, place, values)
+    for index, values in categories.items():
+        numbers[:, index] = _numbers(table, index, values)
     return table.with_numbers(numbers)
 
 
-def _numbers(table: Table, place: int, values: Sequence[Any]) -> Array:
+def _numbers(table: Table, index: int, values: Sequence[Any]) -> Array:
     number_of = {value: float(number) for number, value in enumerate(values)}
     has_text = any(isinstance(value, str) for value in values)
-    typed = table.categories(place)
+    typed = table.categories(index)
     if typed is not None:
         if typed and values and any(isinstance(value, str) for value in typed) != has_text:
-            raise _other_kind(table, place, values, f"categories such as {typed[0]!r:.60}")
-        return table.category_numbers(place, number_of)
-    if has_text and table.kind(place) != "O":
-        raise _other_kind(table, place, values, str(table.dtype(place)))
+            raise _other_kind(table, index, values, f"categories such as {typed[0]!r:.60}")
+        return table.category_numbers(index, number_of)
+    if has_text and table.kind(index) != "O":
+        raise _other_kind(table, index, values, str(table.dtype(index)))
     if values and not has_text:
-        text = next((cell for cell in table.cells(place) if isinstance(cell, str)), None)
+        text = next((cell for cell in table.cells(index) if isinstance(cell, str)), None)
         if text is not None:
-            raise _other_kind(table, place, values, f"text such as {text!r:.60}")
-    return table.category_numbers(place, number_of)
+            raise _other_kind(table, index, values, f"text such as {text!r:.60}")
+    return table.category_numbers(index, number_of)
 
 
-def _other_kind(table: Table, place: int, values: Sequence[Any], got: str) -> TreesError:
+def _other_kind(table: Table, index: int, values: Sequence[Any], got: str) -> TreesError:
     kind = "text as categories" if isinstance(values[0], str) else "categories that are no text"
     return TreesError(
-        f"X: {table.shown(place)} has {kind}, such as {values[0]!r:.60}, got {got}; give the same column as at fit"
+        f"X: {table.shown(index)} has {kind}, such as {values[0]!r:.60}, got {got}; give the same column as at fit"
     )
 
 

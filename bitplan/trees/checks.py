@@ -62,8 +62,8 @@ def pieces_of(
         vars(model).pop("feature_names_in_", None)
         if names is not None:
             model.feature_names_in_ = names
-    known = getattr(model, "feature_names_in_", None)
-    has_others = names is not None and known is not None and list(names) != list(known)
+    fitted_names = getattr(model, "feature_names_in_", None)
+    has_others = names is not None and fitted_names is not None and list(names) != list(fitted_names)
     if x.shape[1] != model.n_features_in_ or has_others:
         raise TreesError(
             f"X: expected the {model.n_features_in_} features of `fit`, in their order, got {x.shape[1]}"
@@ -97,10 +97,10 @@ def targets_of(y: Array) -> Array:
     return targets
 
 
-def refuse_masked(name: str, given: Any) -> None:
+def refuse_masked(name: str, values: Any) -> None:
     """A masked array keeps numbers under its mask, which nobody means."""
-    if np.ma.is_masked(given):
-        raise TreesError(f"{name}: {np.ma.count_masked(given)} of its numbers are masked; leave those rows out")
+    if np.ma.is_masked(values):
+        raise TreesError(f"{name}: {np.ma.count_masked(values)} of its numbers are masked; leave those rows out")
 
 
 def refuse_missing_targets(y: Array) -> None:
@@ -120,11 +120,11 @@ def with_place(error: ValueError, x: Any, y: Any) -> ValueError:
     """scikit-learn's error about a number that is not finite, with where the first one is."""
     if "infinity" not in str(error) and "NaN" not in str(error):
         return error
-    for name, given, what in (("X", x, "NaN is a missing value"), ("y", y, "leave that row out")):
-        if given is None or f"Input {name} " not in str(error):
+    for name, values, advice in (("X", x, "NaN is a missing value"), ("y", y, "leave that row out")):
+        if values is None or f"Input {name} " not in str(error):
             continue
         try:
-            numbers = np.asarray(given, np.float64)
+            numbers = np.asarray(values, np.float64)
         except (TypeError, ValueError):
             return error
         wrong = np.isinf(numbers) if name == "X" else ~np.isfinite(numbers)
@@ -132,23 +132,23 @@ def with_place(error: ValueError, x: Any, y: Any) -> ValueError:
             return error
         row, *column = np.argwhere(wrong)[0].tolist()
         shown = (
-            f", column {list(getattr(given, 'columns', range(numbers.shape[1])))[column[0]]!r:.80}" if column else ""
+            f", column {list(getattr(values, 'columns', range(numbers.shape[1])))[column[0]]!r:.80}" if column else ""
         )
         return TreesError(
-            f"{str(error).split(chr(10))[0]} The first is {numbers[wrong][0]} in row {row}{shown}; {what}"
+            f"{str(error).split(chr(10))[0]} The first is {numbers[wrong][0]} in row {row}{shown}; {advice}"
         )
     return error
 
 
 @contextmanager
-def naming_set(place: int) -> Iterator[None]:
+def naming_set(index: int) -> Iterator[None]:
     """Errors about X and y are about those of the watched set at this place."""
     try:
         yield
     except TreesError as error:
-        raise TreesError(f"eval_set, set {place}: {error}") from error
+        raise TreesError(f"eval_set, set {index}: {error}") from error
     except ValueError as error:  # scikit-learn's
-        raise ValueError(f"eval_set, set {place}: {error}") from error
+        raise ValueError(f"eval_set, set {index}: {error}") from error
 
 
 def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE, name: str = "sample_weight") -> Array:
@@ -178,18 +178,18 @@ def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE, name: str =
     return weights
 
 
-def first_scores_of(given: Any, count: int, outputs: int, name: str) -> Array | None:
+def first_scores_of(raw_scores: Any, count: int, outputs: int, name: str) -> Array | None:
     """Raw scores to begin with as float64 (rows, outputs); flat ones are of one output, or as LightGBM has them."""
-    if given is None:
+    if raw_scores is None:
         return None
     scores: Array = check_array(
-        on_host(given), dtype=np.float64, ensure_2d=False, ensure_min_samples=0, input_name=name
+        on_host(raw_scores), dtype=np.float64, ensure_2d=False, ensure_min_samples=0, input_name=name
     )
     if scores.shape == (count * outputs,):  # LightGBM's flat order: all rows of the first class, then of the second
         scores = scores.reshape(outputs, count).T
     if scores.shape != (count, outputs):
-        wanted = "a number" if outputs == 1 else f"{outputs} numbers"
-        raise TreesError(f"{name}: expected {wanted} for each of {count} rows, got shape {scores.shape}")
+        expected = "a number" if outputs == 1 else f"{outputs} numbers"
+        raise TreesError(f"{name}: expected {expected} for each of {count} rows, got shape {scores.shape}")
     return np.ascontiguousarray(scores)
 
 
@@ -231,10 +231,10 @@ def other_name(name: str, value: Any) -> str:
     return "" if ours is None else f"; {value!r} is called {ours!r} here"
 
 
-def one_of(name: str, value: Any, known: Any) -> str:
-    if value not in known:
-        hint = other_name(name, value) or did_you_mean(str(value), known)
-        raise TreesError(f"{name}: expected one of {', '.join(map(repr, known))}, got {value!r:.80}{hint}")
+def one_of(name: str, value: Any, choices: Any) -> str:
+    if value not in choices:
+        hint = other_name(name, value) or did_you_mean(str(value), choices)
+        raise TreesError(f"{name}: expected one of {', '.join(map(repr, choices))}, got {value!r:.80}{hint}")
     return str(value)
 
 

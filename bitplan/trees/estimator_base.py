@@ -63,8 +63,8 @@ def eval_pairs(
     two parts is a pair."""
     more = {"eval_sample_weight": eval_sample_weight, "eval_init_score": eval_init_score}
     if eval_set is None:
-        for name, given in more.items():
-            if given is not None:
+        for name, values in more.items():
+            if values is not None:
                 raise TreesError(f"{name}: there is no eval_set that it is of; give both or neither")
         return []
     is_list = isinstance(eval_set, (list, tuple))
@@ -75,18 +75,18 @@ def eval_pairs(
             f"eval_set: expected (X, y) or a list of such pairs, got {type(eval_set).__name__} of "
             f"{len(eval_set) if is_list else 'no'} parts"
         )
-    weights, scores = (_of_each_set(name, given, len(pairs), several) for name, given in more.items())
+    weights, scores = (_of_each_set(name, values, len(pairs), several) for name, values in more.items())
     return [(x, y, weight, first) for (x, y), weight, first in zip(pairs, weights, scores, strict=True)]
 
 
-def _of_each_set(name: str, given: Any, sets: int, several: bool) -> Sequence[Any]:
-    if given is None:
+def _of_each_set(name: str, values: Any, sets: int, several: bool) -> Sequence[Any]:
+    if values is None:
         return [None] * sets
     if not several:
-        return [given]
-    if not isinstance(given, (list, tuple)) or len(given) != sets:
+        return [values]
+    if not isinstance(values, (list, tuple)) or len(values) != sets:
         raise TreesError(f"{name}: expected a list with those of each of {sets} sets, or None")
-    return given
+    return values
 
 
 # ---- progress --------------------------------------------------------------------------------------------------------
@@ -122,11 +122,15 @@ class RoundState:
 Callback = Callable[[RoundState], Any]
 
 
-def callbacks_of(given: Any) -> tuple[Callback, ...]:
-    given = () if given is None else (given,) if callable(given) else given
-    if not isinstance(given, Sequence) or isinstance(given, str) or not all(callable(callback) for callback in given):
-        raise TreesError(f"callbacks: expected a list of functions of a RoundState, got {given!r:.60}")
-    return tuple(given)
+def callbacks_of(callbacks: Any) -> tuple[Callback, ...]:
+    callbacks = () if callbacks is None else (callbacks,) if callable(callbacks) else callbacks
+    if (
+        not isinstance(callbacks, Sequence)
+        or isinstance(callbacks, str)
+        or not all(callable(callback) for callback in callbacks)
+    ):
+        raise TreesError(f"callbacks: expected a list of functions of a RoundState, got {callbacks!r:.60}")
+    return tuple(callbacks)
 
 
 def wants_to_stop(callbacks: Sequence[Callback], state: RoundState) -> bool:
@@ -232,16 +236,16 @@ OTHER_ARGUMENTS |= dict.fromkeys(("iteration_range", "ntree_limit"), OTHER_ARGUM
 
 def hints_for_others(method: Fit) -> Fit:
     """A method that says what its arguments in other libraries are here."""
-    known, name = set(inspect.signature(method).parameters), method.__name__
+    arguments, name = set(inspect.signature(method).parameters), method.__name__
 
     @functools.wraps(method)
-    def call(self: Any, *given: Any, **more: Any) -> Any:
+    def call(self: Any, *args: Any, **more: Any) -> Any:
         for other in more:
-            if other not in known:
+            if other not in arguments:
                 hint = OTHER_ARGUMENTS.get(other)
-                hint = did_you_mean(other, known) if hint is None else f": {hint}"
+                hint = did_you_mean(other, arguments) if hint is None else f": {hint}"
                 raise TypeError(f"{type(self).__name__}.{name}() has no argument {other!r}{hint}")
-        return method(self, *given, **more)
+        return method(self, *args, **more)
 
     return cast(Fit, call)
 
@@ -250,10 +254,10 @@ def leaves_model_if_refused(fit: Fit) -> Fit:
     """A `fit` that is refused before its first round leaves the estimator as it was."""
 
     @functools.wraps(fit)
-    def refusing(self: Any, *given: Any, **more: Any) -> Any:
+    def refusing(self: Any, *args: Any, **more: Any) -> Any:
         before = {name: value for name, value in vars(self).items() if name.endswith("_")}
         try:
-            return fit(self, *given, **more)
+            return fit(self, *args, **more)
         except BaseException:
             if vars(self).get("booster_") is before.get("booster_"):
                 for name in [name for name in vars(self) if name.endswith("_")]:
@@ -308,8 +312,8 @@ class BoostedTreesBase(FittedTrees):
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
             if name in NO_SETTINGS:
                 raise TypeError(f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}")
-            known = {*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters}
-            if name not in known and (meant := did_you_mean(name, cls.__dataclass_fields__)):
+            names = {*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters}
+            if name not in names and (meant := did_you_mean(name, cls.__dataclass_fields__)):
                 raise TypeError(f"{cls.__name__}: there is no setting {name!r}{meant}")
         estimator: Self = super().__new__(cls)
         return estimator
@@ -384,10 +388,10 @@ class BoostedTreesBase(FittedTrees):
         sets = []
         custom_metrics(objective, options.eval_metric)  # refuses what is none without a set to watch, too
         pairs = eval_pairs(eval_set, options.eval_sample_weight, options.eval_init_score)
-        for place, (x, y, weight, first) in enumerate(pairs):
+        for index, (x, y, weight, first) in enumerate(pairs):
             if (first is None) != (options.init_score is None):
                 raise TreesError("eval_init_score: watched sets begin with scores where the rows do; give both or none")
-            with naming_set(place):
+            with naming_set(index):
                 table = self._read(x, shards)
                 refuse_masked("y", y)
                 targets = self._targets(np.asarray(on_host(y)))
@@ -398,7 +402,7 @@ class BoostedTreesBase(FittedTrees):
                     )
             scores = first_scores_of(first, len(table), objective.outputs, "eval_init_score")
             rows = Rows(table, targets, weights_of(weight, table, shards, "eval_sample_weight"), scores)
-            sets.append(EvalSet(f"valid_{place}", rows, metrics_of(objective, options.eval_metric)))
+            sets.append(EvalSet(f"valid_{index}", rows, metrics_of(objective, options.eval_metric)))
         return sets
 
     def _targets(self, y: Array) -> Array:
@@ -427,8 +431,8 @@ class BoostedTreesBase(FittedTrees):
             "the rounds of the model to train further": initial.booster.rounds if initial else 0,
         }
         parameters = self.get_params()
-        own = ("verbose", "n_jobs")  # each process may have its own; a subclass need not take them
-        always |= {f"parameter {name}": value for name, value in parameters.items() if name not in own}
+        of_process = ("verbose", "n_jobs")  # each process may have its own; a subclass need not take them
+        always |= {f"parameter {name}": value for name, value in parameters.items() if name not in of_process}
         of_rows = {
             "the type of X": str(x.dtype),
             "the type of y": y.dtype.kind,
@@ -467,8 +471,8 @@ class BoostedTreesBase(FittedTrees):
         if not Span.of(len(rows.x), shards).total:
             raise TreesError("sample_weight: every weight of every process is zero, so there is nothing to fit")
         if settings.patience is not None and not watched:
-            rows, held = split_rows(rows, self.validation_fraction, settings.seed, shards)
-            watched = [EvalSet("valid_0", held, metrics_of(objective, options.eval_metric))]
+            rows, held_out = split_rows(rows, self.validation_fraction, settings.seed, shards)
+            watched = [EvalSet("valid_0", held_out, metrics_of(objective, options.eval_metric))]
         categorical = self._categorical(rows.x.shape[1])
         if np.any(settings.rules.monotone[categorical]):
             raise TreesError("monotone_constraints: a categorical feature has no order; set its constraint to 0")
@@ -555,8 +559,8 @@ class BoostedTreesBase(FittedTrees):
     def _precision(self) -> GradientPrecision:
         if isinstance(self.gradient_precision, GradientPrecision):
             return self.gradient_precision
-        known = [precision.value for precision in GradientPrecision]
-        return GradientPrecision(one_of("gradient_precision", str(self.gradient_precision).lower(), known))
+        names = [precision.value for precision in GradientPrecision]
+        return GradientPrecision(one_of("gradient_precision", str(self.gradient_precision).lower(), names))
 
     def _categorical(self, features: int) -> Array:
         """By the setting, and the columns of categories that are no numbers."""

@@ -30,13 +30,13 @@ from bitplan.trees.threads import distinct_labels, places_among, threads_of
 
 
 def class_weights(
-    given: Any, scale_pos_weight: Any, classes: Array, places: Array, weights: Array, shards: Shards
+    weight_by_class: Any, scale_pos_weight: Any, classes: Array, class_numbers: Array, weights: Array, shards: Shards
 ) -> Array:
-    """A weight for each row; `places` are those of the rows' classes, `weights` the rows' own, or none."""
-    if given is None and scale_pos_weight is None:
+    """A weight for each row; `class_numbers` are those of the rows' classes, `weights` the rows' own, or none."""
+    if weight_by_class is None and scale_pos_weight is None:
         return weights
-    places = places.astype(np.int64)
-    by_class = _by_class(given, classes, places, shards)
+    class_numbers = class_numbers.astype(np.int64)
+    by_class = _by_class(weight_by_class, classes, class_numbers, shards)
     if scale_pos_weight is not None:
         if len(classes) != 2:
             raise TreesError(
@@ -44,24 +44,24 @@ def class_weights(
                 "class_weight"
             )
         by_class[1] *= number("scale_pos_weight", scale_pos_weight, 0, above=True)
-    of_rows: Array = by_class[places]
+    of_rows: Array = by_class[class_numbers]
     return of_rows * weights if len(weights) else of_rows
 
 
-def _by_class(given: Any, classes: Array, places: Array, shards: Shards) -> Array:
-    if given is None:
+def _by_class(weight_by_class: Any, classes: Array, class_numbers: Array, shards: Shards) -> Array:
+    if weight_by_class is None:
         return np.ones(len(classes))
-    if isinstance(given, str) and given == "balanced":
-        counts = shards.add(np.bincount(places, minlength=len(classes)), "rows of each class")
+    if isinstance(weight_by_class, str) and weight_by_class == "balanced":
+        counts = shards.add(np.bincount(class_numbers, minlength=len(classes)), "rows of each class")
         balanced: Array = counts.sum() / (len(classes) * np.maximum(counts, 1))
         return balanced
-    if not isinstance(given, Mapping):
-        raise TreesError(f"class_weight: expected None, 'balanced' or a weight by class, got {given!r:.60}")
+    if not isinstance(weight_by_class, Mapping):
+        raise TreesError(f"class_weight: expected None, 'balanced' or a weight by class, got {weight_by_class!r:.60}")
     labels = classes.tolist()
-    unknown = [label for label in given if label not in labels]
+    unknown = [label for label in weight_by_class if label not in labels]
     if unknown:
         raise TreesError(f"class_weight: {unknown[0]!r:.40} is not among the classes of y, {labels[:5]}")
-    return np.array([number("class_weight", given.get(label, 1.0), 0) for label in labels])
+    return np.array([number("class_weight", weight_by_class.get(label, 1.0), 0) for label in labels])
 
 
 # ---- estimators ------------------------------------------------------------------------------------------------------
@@ -175,10 +175,10 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
                 f"y: a classifier needs at least two classes, and these {len(labels)} labels have only one class, "
                 f"{self.classes_.tolist()[0]!r}; check how the labels were selected"
             )
-        places = places_among(self.classes_, labels)
+        class_numbers = places_among(self.classes_, labels)
         weights = weights_of(sample_weight, x, shards)
-        weights = class_weights(self.class_weight, self.scale_pos_weight, self.classes_, places, weights, shards)
-        return Rows(x, places, weights)
+        weights = class_weights(self.class_weight, self.scale_pos_weight, self.classes_, class_numbers, weights, shards)
+        return Rows(x, class_numbers, weights)
 
     def _targets(self, y: Array) -> Array:
         unknown = ~np.isin(y, self.classes_)
@@ -309,8 +309,8 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
             )
         return Several([make(alpha, power) for alpha in alphas])
 
-    def _alpha(self, given: Any) -> float:
-        alpha = number("alpha", given, 0, 1 if self.objective == "quantile" else math.inf, above=True)
+    def _alpha(self, value: Any) -> float:
+        alpha = number("alpha", value, 0, 1 if self.objective == "quantile" else math.inf, above=True)
         if alpha == 1 and self.objective == "quantile":
             raise TreesError("alpha: a quantile is above 0 and below 1, got 1")
         return alpha

@@ -42,15 +42,15 @@ def contributions(booster: Booster, x: Array) -> Array:
     paths = [_Paths.of(tree) for tree in booster.trees]
     forest = booster.forest()
     nodes = forest.feature, forest.threshold, forest.missing_left, forest.category, forest.bits
-    for place, tree in enumerate(booster.trees):
-        out[:, place % booster.outputs, -1] += np.average(tree.leaf_value, weights=_rows_of(tree))
+    for number, tree in enumerate(booster.trees):
+        out[:, number % booster.outputs, -1] += np.average(tree.leaf_value, weights=_rows_of(tree))
 
     def work(start: int) -> None:
         rows = x[start : start + ROWS_AT_ONCE]
-        for place, (tree, path) in enumerate(zip(booster.trees, paths, strict=True)):
+        for number, (tree, path) in enumerate(zip(booster.trees, paths, strict=True)):
             if tree.leaves > 1:
-                into = out[start : start + ROWS_AT_ONCE, place % booster.outputs]
-                add_contributions(rows, forest.roots[place], *nodes, tree.leaf_value, *path.arrays, into)
+                into = out[start : start + ROWS_AT_ONCE, number % booster.outputs]
+                add_contributions(rows, forest.roots[number], *nodes, tree.leaf_value, *path.arrays, into)
 
     on_threads(work, range(0, len(x), ROWS_AT_ONCE))
     return out.reshape(len(x), booster.outputs * width)
@@ -79,14 +79,14 @@ class _Paths:
             parts: dict[int, list[tuple[int, bool]]] = {}
             for node, is_left in leaves[leaf]:
                 parts.setdefault(int(tree.feature[node]), []).append((node, is_left))
-            for feature, here in parts.items():
+            for feature, on_path in parts.items():
                 shares = []
-                for node, is_left in here:
+                for node, is_left in on_path:
                     child = tree.left[node] if is_left else tree.right[node]
                     shares.append((node_rows[child] if child >= 0 else leaf_rows[~child]) / node_rows[node])
                 part_feature.append(feature)
                 part_share.append(float(np.prod(shares)))
-                steps += here
+                steps += on_path
                 step_starts.append(len(steps))
             part_starts.append(len(part_feature))
         return cls(
@@ -173,10 +173,10 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     def first_rounds(self, rounds: int) -> Self:
         """A copy of the model with its first rounds alone, which predicts, explains, is saved and exported as it is."""
         check_is_fitted(self)
-        whole = self.booster_
-        count = whole_number("rounds", rounds, 0, whole.rounds)
+        booster = self.booster_
+        count = whole_number("rounds", rounds, 0, booster.rounds)
         model = copy.copy(self)
-        model.booster_ = whole.first_rounds(count)
+        model.booster_ = booster.first_rounds(count)
         return model
 
     def apply(self, X: Any) -> Array:
@@ -207,9 +207,12 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
             splits = np.arange(len(tree.feature)), tree.node_value, tree.node_weight, tree.node_rows
             leaves = np.arange(tree.leaves), tree.leaf_value, tree.leaf_weight, tree.leaf_rows
             for node, numbers in enumerate(zip(*splits, strict=True)):
-                known = tree.categories[node]
+                categories = tree.categories[node]
                 split = {name: getattr(tree, name)[node] for name in SPLIT_COLUMNS}
-                split |= {"feature": names[tree.feature[node]], "categories": None if known is None else known.tolist()}
+                split |= {
+                    "feature": names[tree.feature[node]],
+                    "categories": None if categories is None else categories.tolist(),
+                }
                 rows.append({**at, **dict(zip(both[0], numbers, strict=True)), **split})
             rows += [{**at, **dict(zip(both[1], numbers, strict=True))} for numbers in zip(*leaves, strict=True)]
         return pandas.DataFrame(rows)
@@ -219,9 +222,9 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         if "booster_" not in vars(self):  # scikit-learn's own look takes as long as the trees of one row
             check_is_fitted(self)
         booster = self.booster_
-        there = self._scores_there(x)
-        if there is not None:
-            return there
+        scores_on_gpu = self._scores_there(x)
+        if scores_on_gpu is not None:
+            return scores_on_gpu
         # The loops look at the numbers of a plain array, too: another look takes longer than many threads do.
         is_plain = bool(booster.trees) and self._is_plain(x)
         table = x if is_plain else self._read(x)

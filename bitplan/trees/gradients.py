@@ -146,9 +146,9 @@ def check_floats(grads: Array, hess: Array) -> None:
 
 def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, float]:
     """Largest |gradient| and hessian of all processes; refuses what has no scale."""
-    seen = _of_pieces(trees_gradients.find_largest, grads, hess, np.int32).max(axis=0)
-    top_grad, top_hess = seen[:2].view(np.float32).tolist()
-    if seen[2] or not (top_grad < math.inf and top_hess < math.inf):
+    tops = _of_pieces(trees_gradients.find_largest, grads, hess, np.int32).max(axis=0)
+    top_grad, top_hess = tops[:2].view(np.float32).tolist()
+    if tops[2] or not (top_grad < math.inf and top_hess < math.inf):
         row = int(np.argmax(~(np.isfinite(grads) & np.isfinite(hess) & (hess >= 0))))
         raise TreesError(
             f"gradients: row {row} has gradient {grads[row]} and hessian {hess[row]}, expected finite float32 and "
@@ -164,10 +164,10 @@ def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, f
 def _of_pieces(loop: Any, grads: Array, hess: Array, kind: type, *more: Any) -> Array:
     """(pieces, 3): what a loop over pieces of both, whose bits it reads, finds in each."""
     piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
-    found: Array = np.zeros((max(-(-len(grads) // piece), 1), 3), kind)
+    results: Array = np.zeros((max(-(-len(grads) // piece), 1), 3), kind)
     bits = row_pieces.Cut(grads.view(np.int32)), row_pieces.Cut(hess.view(np.int32))
-    row_pieces.run(loop, len(grads), LARGEST_NS, *bits, row_pieces.First(), piece, *more, found)
-    return found
+    row_pieces.run(loop, len(grads), LARGEST_NS, *bits, row_pieces.First(), piece, *more, results)
+    return results
 
 
 def units(top_grad: float, top_hess: float, rows: int) -> tuple[float, float]:
@@ -220,10 +220,10 @@ class _Magnitudes:
         self._sizes, self._shards = np.abs(numbers), shards
 
     def count(self, bound: float) -> int:
-        here = int(np.count_nonzero(self._sizes > np.float32(bound)))
+        count = int(np.count_nonzero(self._sizes > np.float32(bound)))
         if self._shards.count == 1:
-            return here
-        return int(self._shards.add(np.array([here], np.int64), "rows beyond a bound")[0])
+            return count
+        return int(self._shards.add(np.array([count], np.int64), "rows beyond a bound")[0])
 
     def beyond(self, bound: float) -> Array:
         return np.concatenate(self._shards.gather(self._sizes[self._sizes > np.float32(bound)], "far rows"))

@@ -150,9 +150,9 @@ class TreeGrower:
     def twin(self) -> TreeGrower:
         """Another grower for the same rows, whose trees may grow beside this one's. It has its own list of columns that
         are copied: a team agrees on it."""
-        made = TreeGrower(replace(self._data, is_there=self._data.is_there.copy()), self._bins, self._rules)
-        made._addresses = self._addresses
-        return made
+        grower = TreeGrower(replace(self._data, is_there=self._data.is_there.copy()), self._bins, self._rules)
+        grower._addresses = self._addresses
+        return grower
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """One tree from `rows` and the features it may use."""
@@ -215,10 +215,10 @@ class TreeGrower:
         """The same for several nodes and processes: one step for the sums of all."""
         growth = self._growth
         divided = [(node, *self._divide(node, threads=growth.size(node) >= THREADS_FROM_ROWS)) for node in nodes]
-        here = [(node, small, histogram) for node, small, histogram in divided if histogram is not None]
-        rows = [int(growth.nodes[small, kernels.ROWS]) for _, small, _ in here]
-        sums = self._sum([histogram for _, _, histogram in here], rows)
-        for (node, small, _), histogram in zip(here, sums, strict=True):
+        counted = [(node, small, histogram) for node, small, histogram in divided if histogram is not None]
+        rows = [int(growth.nodes[small, kernels.ROWS]) for _, small, _ in counted]
+        sums = self._sum([histogram for _, _, histogram in counted], rows)
+        for (node, small, _), histogram in zip(counted, sums, strict=True):
             self._judge_children(node, small, histogram)
         for node in nodes:
             growth.finish(node)
@@ -291,19 +291,19 @@ class TreeGrower:
     def _finish(self, growth: Growth) -> Grown:
         leaves, splits = growth.leaves[: growth.counts[queue.LEAVES]], growth.splits[: growth.counts[queue.SPLITS]]
         count, ends = len(splits), len(leaves)
-        places, numbers = np.empty((3, count), np.int32), np.empty((4, count))
-        wholes, sides = np.empty((2, count), np.int64), np.empty(count, np.bool_)
+        children, numbers = np.empty((3, count), np.int32), np.empty((4, count))
+        integers, sides = np.empty((2, count), np.int64), np.empty(count, np.bool_)
         values, spans, bounds = np.empty((2, ends)), np.empty((3, ends), np.int64), np.empty((ends, 2))
         tables = growth.nodes, growth.reals, leaves, splits, self._scales, self._numbers, self._thresholds
-        given = *tables, self._bins.features, places, numbers, wholes, sides, values, spans, bounds
-        queue.lay_out(*given)
-        (rows, columns), left_bins = wholes, growth.goes_left[splits[:, queue.NODE]]
+        arguments = *tables, self._bins.features, children, numbers, integers, sides, values, spans, bounds
+        queue.lay_out(*arguments)
+        (rows, columns), left_bins = integers, growth.goes_left[splits[:, queue.NODE]]
         tree = Tree(
-            feature=places[0],
+            feature=children[0],
             threshold=numbers[0],
             missing_left=sides,
-            left=places[1],
-            right=places[2],
+            left=children[1],
+            right=children[2],
             gain=numbers[1],
             node_value=numbers[2],
             node_weight=numbers[3],
@@ -320,8 +320,8 @@ class TreeGrower:
         """By node: None, or the categories that go left."""
         sets: list[Array | None] = [None] * len(columns)
         for node in np.flatnonzero(self._bins.is_category[columns]) if self._has_categories else ():
-            known = self._bins.edges[columns[node]]
-            sets[node] = known[left_bins[node, : len(known)].astype(np.bool_)]
+            categories = self._bins.edges[columns[node]]
+            sets[node] = categories[left_bins[node, : len(categories)].astype(np.bool_)]
         return tuple(sets)
 
 

@@ -47,15 +47,15 @@ class Histogram:
 def enter(gradients: Gradients, rows: Array | range, space: Array | None = None) -> Array:
     """Entries (`loops.histogram`) of some rows; quantized gradients are rounded here."""
     entries = np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
-    first, given = (First(rows.start), NO_ROWS) if isinstance(rows, range) else (First(), Cut(rows))
+    first, row_numbers = (First(rows.start), NO_ROWS) if isinstance(rows, range) else (First(), Cut(rows))
     if gradients.precision is GradientPrecision.F32:
         bits = gradients.grads.view(np.uint32)
-        run_pieces(kernels.enter_f32, len(rows), ENTER_NS, given, first, bits, Cut(entries))
+        run_pieces(kernels.enter_f32, len(rows), ENTER_NS, row_numbers, first, bits, Cut(entries))
         return entries
     per = (1.0 / scale if scale else 0.0 for scale in (gradients.grad_scale, gradients.hess_scale))
     key, stochastic = np.uint64(gradients.key or 0), gradients.key is not None
     rounding = gradients.grads, gradients.hessians, gradients.first, *per, key, stochastic
-    run_pieces(kernels.enter_codes, len(rows), ROUND_NS, given, first, *rounding, Cut(entries))
+    run_pieces(kernels.enter_codes, len(rows), ROUND_NS, row_numbers, first, *rounding, Cut(entries))
     return entries
 
 
@@ -130,8 +130,8 @@ class HistogramBuilder:
         return Histogram(np.zeros(self._features * BINS * words, np.int64), words)
 
     def _add_rows(self, entries: Array, cells: Array) -> None:
-        held = self._gradients
-        pairs = np.empty(2 * kernels.CHUNK if held.precision is GradientPrecision.F32 else 0, np.int64)
-        more = held.hessians.view(np.uint8), held.grad_scale, held.hess_scale, pairs
+        gradients = self._gradients
+        pairs = np.empty(2 * kernels.CHUNK if gradients.precision is GradientPrecision.F32 else 0, np.int64)
+        more = gradients.hessians.view(np.uint8), gradients.grad_scale, gradients.hess_scale, pairs
         for panel, add, first in self._panels:
             add(panel, entries, *more, cells[first * self._narrow :] if first else cells)

@@ -56,11 +56,11 @@ def read_lightgbm_text(text: str, where: str = "LightGBM model") -> LightGBMMode
     lines = [line[1:-1].partition(": ") for line in after.split("\n") if line.startswith("[")]
     parameters = {name: value for name, _, value in lines}
     objective, options = reading.objective(header.get("objective"), parameters, outputs)
-    trees = [reading.tree(place, part, features) for place, part in enumerate([*rest[:-1], last])]
+    trees = [reading.tree(number, part, features) for number, part in enumerate([*rest[:-1], last])]
     if len(trees) % outputs:
         reading.stop(f"has {len(trees)} trees, expected {outputs} in each round")
     names = header.get("feature_names", "").split(" ")
-    named = len(names) == features and names != [f"Column_{place}" for place in range(features)]
+    named = len(names) == features and names != [f"Column_{number}" for number in range(features)]
     booster = Booster(np.zeros(outputs), features, trees)
     categories = reading.categories(header, parameters, after)
     return LightGBMModel(booster, objective, options, names if named else None, categories)
@@ -120,14 +120,14 @@ class _Reading:
     def objective(self, text: str | None, parameters: dict[str, str], outputs: int) -> tuple[str, dict[str, float]]:
         """Our name, and our settings; a model without an objective predicts raw scores."""
         name, *options = (text or "regression").split(" ")
-        known = {theirs: ours for ours, (theirs, _) in OBJECTIVE_NAMES.items()}
+        names = {theirs: ours for ours, (theirs, _) in OBJECTIVE_NAMES.items()}
         expected = outputs if name == "multiclass" else 1
         plain = all(option.startswith("num_class:") or option == "sigmoid:1" for option in options)
-        if name not in known or outputs != expected or not plain:
-            self.stop(f"objective: {text!r:.60} has no counterpart here; expected one of {', '.join(known)}")
-        settings = OBJECTIVE_NAMES[known[name]][1]
-        given = {ours: parameters[theirs] for ours, theirs in settings.items() if theirs in parameters}
-        return known[name], {ours: float(self.numbers(ours, value, 1)[0]) for ours, value in given.items()}
+        if name not in names or outputs != expected or not plain:
+            self.stop(f"objective: {text!r:.60} has no counterpart here; expected one of {', '.join(names)}")
+        settings = OBJECTIVE_NAMES[names[name]][1]
+        values = {ours: parameters[theirs] for ours, theirs in settings.items() if theirs in parameters}
+        return names[name], {ours: float(self.numbers(ours, value, 1)[0]) for ours, value in values.items()}
 
     def numbers(self, name: str, text: str, count: int, kind: type = np.float64, *, infinite: bool = False) -> Array:
         try:
@@ -135,13 +135,13 @@ class _Reading:
         except ValueError:
             array = np.empty(0)
         most = np.inf if kind is np.float64 else min(2**62, np.iinfo(kind).max)
-        whole = kind is np.float64 or bool(np.all((array == np.floor(array)) & (np.abs(array) <= most)))
-        if len(array) != count or not np.all(np.abs(array) <= (np.inf if infinite else FAR)) or not whole:
+        is_whole = kind is np.float64 or bool(np.all((array == np.floor(array)) & (np.abs(array) <= most)))
+        if len(array) != count or not np.all(np.abs(array) <= (np.inf if infinite else FAR)) or not is_whole:
             self.stop(f"{name}: expected {count} numbers, got {text!r:.60}")
         return array.astype(kind)
 
-    def tree(self, place: int, text: str, features: int) -> Tree:
-        where, fields = f"tree {place}", _fields(text)
+    def tree(self, number: int, text: str, features: int) -> Tree:
+        where, fields = f"tree {number}", _fields(text)
         if fields.get("is_linear", "0") != "0":
             self.stop(f"{where}: has linear leaves (linear_tree), which our trees have not")
         leaves = self.whole(fields, "num_leaves", 1, 2**31)
@@ -186,21 +186,21 @@ class _Reading:
             leaf_rows=of("leaf_count", leaves, np.int64, required=False),
         )
 
-    def _sets(self, where: str, fields: dict[str, str], places: Array) -> list[Array]:
+    def _sets(self, where: str, fields: dict[str, str], set_numbers: Array) -> list[Array]:
         """The categories that go left at each categorical node."""
-        if not len(places):
+        if not len(set_numbers):
             return []
         count = self.whole(fields, "num_cat", 1, 2**31)
         starts = self.numbers(f"{where}: cat_boundaries", fields.get("cat_boundaries", ""), count + 1, np.int64)
         size = len(fields.get("cat_threshold", "").split())
         words = self.numbers(f"{where}: cat_threshold", fields.get("cat_threshold", ""), size, np.int64)
         ordered = starts[0] == 0 and starts[-1] == size and bool(np.all(np.diff(starts) >= 0))
-        known = bool(np.all((places >= 0) & (places < count) & (places == np.floor(places))))
-        if not (ordered and known and np.all((words >= 0) & (words < 2**32))):
+        is_known = bool(np.all((set_numbers >= 0) & (set_numbers < count) & (set_numbers == np.floor(set_numbers))))
+        if not (ordered and is_known and np.all((words >= 0) & (words < 2**32))):
             self.stop(f"{where}: cat_boundaries, cat_threshold: they are no sets of categories; the file was edited")
         sets = []
-        for place in places.astype(np.int64):
-            part = words[starts[place] : starts[place + 1]].astype("<u4")
+        for set_number in set_numbers.astype(np.int64):
+            part = words[starts[set_number] : starts[set_number + 1]].astype("<u4")
             members = np.flatnonzero(np.unpackbits(part.view(np.uint8), bitorder="little"))
             if members.max(initial=0) > MAX_CATEGORY:
                 self.stop(f"{where}: category {members.max()}: expected at most {MAX_CATEGORY}")
@@ -215,18 +215,18 @@ class _Reading:
         if type(lists) is not list or not all(map(are_categories, lists)):
             self.stop(f"pandas_categorical: expected lists of {CATEGORIES}, got {show(lists)}")
         named = parameters.get("categorical_feature", "").split(",")
-        places = [int(part) for part in named if part.isdecimal() and len(part) <= MAX_DIGITS]
+        columns = [int(part) for part in named if part.isdecimal() and len(part) <= MAX_DIGITS]
         if not lists:
             return {}
-        if len(places) != len(lists):  # the ranges of values say it too, but for features that were never used
+        if len(columns) != len(lists):  # the ranges of values say it too, but for features that were never used
             infos = header.get("feature_infos", "").split(" ")
-            places = [place for place, info in enumerate(infos) if info != "none" and not info.startswith("[")]
-        if len(places) != len(lists):
+            columns = [column for column, info in enumerate(infos) if info != "none" and not info.startswith("[")]
+        if len(columns) != len(lists):
             self.stop(
-                f"pandas_categorical: has {len(lists)} lists for {len(places)} categorical features; replace the "
+                f"pandas_categorical: has {len(lists)} lists for {len(columns)} categorical features; replace the "
                 "columns by their codes (column.cat.codes) before LightGBM is trained"
             )
-        return dict(zip(places, lists, strict=True))
+        return dict(zip(columns, lists, strict=True))
 
 
 def _fields(text: str) -> dict[str, str]:

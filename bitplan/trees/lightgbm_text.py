@@ -41,8 +41,8 @@ def to_lightgbm_text(model: Any) -> str:
     if name in ("binary", "multiclass"):
         objective = "binary sigmoid:1" if name == "binary" else f"multiclass num_class:{booster.outputs}"
     used = {int(feature) for tree in booster.trees for feature in tree.feature}
-    names = getattr(model, "feature_names_in_", [f"Column_{place}" for place in range(booster.features)])
-    trees = [_tree_text(place, tree, booster) for place, tree in enumerate(booster.trees)]
+    names = getattr(model, "feature_names_in_", [f"Column_{index}" for index in range(booster.features)])
+    trees = [_tree_text(index, tree, booster) for index, tree in enumerate(booster.trees)]
     head = {
         "version": "v4",
         "num_class": booster.outputs,
@@ -50,8 +50,8 @@ def to_lightgbm_text(model: Any) -> str:
         "label_index": 0,
         "max_feature_idx": booster.features - 1,
         "objective": objective,
-        "feature_names": " ".join("_".join(str(name).split()) or f"Column_{place}" for place, name in enumerate(names)),
-        "feature_infos": " ".join("[-1e+308:1e+308]" if place in used else "none" for place in range(booster.features)),
+        "feature_names": " ".join("_".join(str(name).split()) or f"Column_{index}" for index, name in enumerate(names)),
+        "feature_infos": " ".join("[-1e+308:1e+308]" if index in used else "none" for index in range(booster.features)),
         "tree_sizes": " ".join(str(len(text.encode())) for text in trees),
     }
     lines = ["tree", *(f"{key}={value}" for key, value in head.items() if value is not None), ""]
@@ -77,18 +77,18 @@ def _parameters(model: Any, objective: str | None) -> list[str]:
     return [f"[{name}: {value}]" for name, value in (of_trees | of_objective).items()]
 
 
-def _tree_text(place: int, tree: Tree, booster: Any) -> str:
-    first = place < booster.outputs
-    leaf_value = tree.leaf_value + booster.start[place % booster.outputs] if first else tree.leaf_value
+def _tree_text(number: int, tree: Tree, booster: Any) -> str:
+    first = number < booster.outputs
+    leaf_value = tree.leaf_value + booster.start[number % booster.outputs] if first else tree.leaf_value
     fields: dict[str, str] = {"num_leaves": str(tree.leaves), "num_cat": "0"}
     if tree.leaves > 1:
         sets = [None if numbers is None else bit_set(numbers) for numbers in tree.categories]
-        threshold, places = tree.threshold.copy(), [at for at, words in enumerate(sets) if words is not None]
-        threshold[places] = np.arange(len(places))
+        threshold, set_nodes = tree.threshold.copy(), [at for at, words in enumerate(sets) if words is not None]
+        threshold[set_nodes] = np.arange(len(set_nodes))
         kinds = np.where(tree.missing_left, DEFAULT_LEFT, 0) | MISSING_IS_NAN
-        kinds[places] = CATEGORICAL | MISSING_IS_NAN
+        kinds[set_nodes] = CATEGORICAL | MISSING_IS_NAN
         fields |= {
-            "num_cat": str(len(places)),
+            "num_cat": str(len(set_nodes)),
             "split_feature": _joined(tree.feature),
             "split_gain": _joined(tree.gain),
             "threshold": _joined(threshold),
@@ -96,7 +96,7 @@ def _tree_text(place: int, tree: Tree, booster: Any) -> str:
             "left_child": _joined(tree.left),
             "right_child": _joined(tree.right),
         }
-        words = [sets[at] for at in places]
+        words = [sets[at] for at in set_nodes]
         if words:
             fields["cat_boundaries"] = _joined(np.cumsum([0, *map(len, words)]))  # type: ignore[arg-type]
             fields["cat_threshold"] = _joined(np.concatenate(words))  # type: ignore[arg-type]
@@ -110,7 +110,7 @@ def _tree_text(place: int, tree: Tree, booster: Any) -> str:
             "internal_count": _joined(tree.node_rows),
         }
     fields |= {"is_linear": "0", "shrinkage": "1"}
-    return f"Tree={place}\n" + "".join(f"{key}={value}\n" for key, value in fields.items()) + "\n\n"
+    return f"Tree={number}\n" + "".join(f"{key}={value}\n" for key, value in fields.items()) + "\n\n"
 
 
 def _joined(numbers: Array) -> str:

@@ -71,7 +71,7 @@ def load_trees(path: str | Path) -> BoostedTrees:
     model.booster_ = Booster(
         start,
         features,
-        [_tree(reader, f"tree {place}", tree, features) for place, tree in enumerate(trees)],
+        [_tree(reader, f"tree {number}", tree, features) for number, tree in enumerate(trees)],
         _numbers(reader, "losses", document["losses"], float).tolist(),
         document.get("rounds_before", 0),
     )
@@ -147,14 +147,14 @@ def _class_weights(reader: Reader, pairs: list[Any]) -> dict[Any, float]:
 
 def _categories(reader: Reader, document: dict[str, Any], features: int) -> dict[int, list[Any]]:
     """What the numbers of each categorical feature stand for."""
-    known = {}
-    for place, values in document.items():
+    categories = {}
+    for feature, values in document.items():
         if not are_categories(values):
-            reader.fail(f"categories: {place:.20}", CATEGORIES, values)
-        if not place.isdecimal() or len(place) > MAX_DIGITS or int(place) >= features:
-            reader.stop(f"categories: {place:.20}: expected the place of a feature, 0 to {features - 1}")
-        known[int(place)] = values
-    return known
+            reader.fail(f"categories: {feature:.20}", CATEGORIES, values)
+        if not feature.isdecimal() or len(feature) > MAX_DIGITS or int(feature) >= features:
+            reader.stop(f"categories: {feature:.20}: expected the place of a feature, 0 to {features - 1}")
+        categories[int(feature)] = values
+    return categories
 
 
 def _classes(reader: Reader, classes: Any) -> Array:

@@ -157,7 +157,7 @@ class Multiclass:
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         row_weights = weights if len(weights) else np.ones(len(y))
-        counts = np.array(sum_exactly([row_weights[y == place] for place in range(self.outputs)], shards))
+        counts = np.array(sum_exactly([row_weights[y == label] for label in range(self.outputs)], shards))
         shares: Array = counts / counts.sum()
         return np.log(np.maximum(shares, 1e-15))
 
@@ -365,19 +365,19 @@ def metrics_of(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
 
 def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
     """The user's alone."""
-    given = [] if eval_metric is None else eval_metric
-    given = [given] if callable(given) or isinstance(given, str) else given
-    given = given if isinstance(given, Sequence) else [None]
-    if not all(callable(metric) or (isinstance(metric, str) and metric in NAMED_METRICS) for metric in given):
+    metrics = [] if eval_metric is None else eval_metric
+    metrics = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics
+    metrics = metrics if isinstance(metrics, Sequence) else [None]
+    if not all(callable(metric) or (isinstance(metric, str) and metric in NAMED_METRICS) for metric in metrics):
         raise TreesError(
             "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), one of "
             f"{', '.join(map(repr, NAMED_METRICS))}, or a list of such, got {eval_metric!r:.60}"
-            + next(filter(None, (other_name("eval_metric", metric) for metric in given)), "")
+            + next(filter(None, (other_name("eval_metric", metric) for metric in metrics)), "")
         )
-    names = [metric for metric in given if isinstance(metric, str)]
+    names = [metric for metric in metrics if isinstance(metric, str)]
     if len(set(names)) < len(names):
         raise TreesError(f"eval_metric: expected each name once, got {eval_metric!r:.60}")
-    return tuple(_custom(_named(metric) if isinstance(metric, str) else metric, objective) for metric in given)
+    return tuple(_custom(_named(metric) if isinstance(metric, str) else metric, objective) for metric in metrics)
 
 
 def _of_all(part: Array, shards: Shards) -> Array:

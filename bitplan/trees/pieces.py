@@ -156,12 +156,12 @@ def _open_parquet(paths: list[Path], target: str | None, weight: str | None, dty
     for path in paths:
         file = _parquet_file(parquet, path)
         schema = file.schema_arrow
-        here = [name for name in schema.names if name not in apart]
+        columns = [name for name in schema.names if name not in apart]
         missing = [name for name in [*apart, *(names or [])] if name not in schema.names]
-        if missing or len(here) != len(names or here):
-            more = sorted(set(here) - set(names or here))
+        if missing or len(columns) != len(names or columns):
+            more = sorted(set(columns) - set(names or columns))
             raise TreesError(f"{path}: columns {missing} are missing, {more} are new; expected those of {paths[0]}")
-        names = names or here
+        names = names or columns
         kinds += [_number_type(path, schema.field(name)) for name in names]
         pieces += [
             PieceOfTable(
@@ -170,9 +170,9 @@ def _open_parquet(paths: list[Path], target: str | None, weight: str | None, dty
             for group in range(file.num_row_groups)
         ]
     table = TablePieces(pieces, names or [], dtype or _joined_type(kinds))
-    for name, place in ((target, "y"), (weight, "weights")):
+    for name, attribute in ((target, "y"), (weight, "weights")):
         if name is not None:
-            setattr(table, place, np.concatenate([_column(parquet, path, name) for path in paths]))
+            setattr(table, attribute, np.concatenate([_column(parquet, path, name) for path in paths]))
     return table
 
 
@@ -194,8 +194,8 @@ def _group_reader(path: Path, group: int) -> Callable[[Sequence[str] | None], Ar
         table = _parquet_file(parquet, path).read_row_group(group, columns=list(names or []))
         columns = [table.column(name).to_numpy() for name in names or []]
         out = np.empty((len(columns), table.num_rows), _joined_type([column.dtype for column in columns]))
-        for place, column in enumerate(columns):
-            out[place] = column
+        for index, column in enumerate(columns):
+            out[index] = column
         return out.T
 
     return read

@@ -24,7 +24,7 @@ def plot_importance(model: FittedTrees, ax: Any = None, *, kind: str | None = No
     chosen = np.argsort(totals, kind="stable")[::-1][: whole_number("most", most, 1)]
     chosen = chosen[totals[chosen] > 0][::-1]  # the largest at the top
     axes = _axes(ax, "plot_importance", (6.0, 0.4 * len(chosen) + 1.0))
-    axes.barh([_name(model, int(place)) for place in chosen], totals[chosen])
+    axes.barh([_name(model, int(feature)) for feature in chosen], totals[chosen])
     axes.set_xlabel("gain of splits" if kind == "gain" else "number of splits")
     axes.set_title("Feature importance")
     return axes
@@ -37,15 +37,15 @@ def plot_tree(model: FittedTrees, number: int = 0, ax: Any = None) -> Any:
     if whole_number("number", number, 0) >= len(trees):
         raise TreesError(f"number: the model has trees 0 to {len(trees) - 1}, got {number}")
     tree = trees[number]
-    places = _places(tree)
-    deepest = max(depth for _, depth in places.values())
+    positions = _places(tree)
+    deepest = max(depth for _, depth in positions.values())
     axes = _axes(ax, "plot_tree", (1.6 * tree.leaves + 1.0, 1.2 * deepest + 1.5))
     axes.set_axis_off()
     axes.set_title(f"Tree {number}")
-    for node, (across, depth) in places.items():
+    for node, (across, depth) in positions.items():
         if node >= 0 and tree.leaves > 1:
             for child, label in ((int(tree.left[node]), "yes"), (int(tree.right[node]), "no")):
-                to = places[child]
+                to = positions[child]
                 axes.plot([across, to[0]], [-depth, -to[1]], color="gray", zorder=1)
                 axes.text((across + to[0]) / 2, -(depth + to[1]) / 2, label, fontsize=7, color="gray", ha="center")
         shown = _leaf_text(tree, ~node) if node < 0 else _split_text(model, tree, node)
@@ -67,7 +67,7 @@ def _places(tree: Tree) -> dict[int, tuple[float, int]]:
     """(across, depth) of each node, and of each leaf under ~leaf: leaves side by side, nodes between their children."""
     if tree.leaves == 1:
         return {~0: (0.0, 0)}
-    places: dict[int, tuple[float, int]] = {}
+    positions: dict[int, tuple[float, int]] = {}
     depths, order, open_ = {0: 0}, [], [0]
     while open_:
         node = open_.pop()
@@ -77,11 +77,11 @@ def _places(tree: Tree) -> dict[int, tuple[float, int]]:
                 depths[child] = depths[node] + 1
                 open_.append(child)
     leaves = [node for node in order if node < 0]
-    places |= {leaf: (float(across), depths[leaf]) for across, leaf in enumerate(leaves)}
+    positions |= {leaf: (float(across), depths[leaf]) for across, leaf in enumerate(leaves)}
     for node in sorted((node for node in order if node >= 0), reverse=True):  # children come after their parents
-        sides = places[int(tree.left[node])][0], places[int(tree.right[node])][0]
-        places[node] = sum(sides) / 2, depths[node]
-    return places
+        sides = positions[int(tree.left[node])][0], positions[int(tree.right[node])][0]
+        positions[node] = sum(sides) / 2, depths[node]
+    return positions
 
 
 def _split_text(model: FittedTrees, tree: Tree, node: int) -> str:
@@ -90,8 +90,8 @@ def _split_text(model: FittedTrees, tree: Tree, node: int) -> str:
     if members is None:
         missing = " or missing" if tree.missing_left[node] else ""
         return f"{name} ≤ {tree.threshold[node]:.4g}{missing}\n{tree.node_rows[node]} rows"
-    known = model.categories_.get(feature)
-    shown = [str(known[int(each)]) if known else f"{each:.0f}" for each in members[:SHOWN_CATEGORIES]]
+    categories = model.categories_.get(feature)
+    shown = [str(categories[int(member)]) if categories else f"{member:.0f}" for member in members[:SHOWN_CATEGORIES]]
     more = f", and {len(members) - len(shown)} more" if len(members) > len(shown) else ""
     return f"{name} in {', '.join(shown)}{more}\n{tree.node_rows[node]} rows"
 
@@ -100,6 +100,6 @@ def _leaf_text(tree: Tree, leaf: int) -> str:
     return f"{tree.leaf_value[leaf]:.4g}\n{tree.leaf_rows[leaf]} rows"
 
 
-def _name(model: FittedTrees, place: int) -> str:
+def _name(model: FittedTrees, feature: int) -> str:
     names = getattr(model, "feature_names_in_", None)
-    return f"feature {place}" if names is None else str(names[place])
+    return f"feature {feature}" if names is None else str(names[feature])

@@ -75,9 +75,9 @@ class BoostedTreesRanker(BoostedTreesBase):
         rows = Rows(x, targets_of(targets), weights_of(sample_weight, x), first)
         queries = Queries("group", group, rows.y)
         if len(rows.weights) and not rows.weights.all():  # rows without weight are no part of their query
-            kept = rows.weights > 0
-            sizes = np.bincount(queries.query[kept])
-            rows = rows.at(kept)
+            has_weight = rows.weights > 0
+            sizes = np.bincount(queries.query[has_weight])
+            rows = rows.at(has_weight)
             queries = Queries("group", sizes[sizes > 0], rows.y)
         watched = self._watched(eval_set, eval_group, options)
         if self.early_stopping_rounds is not None and not watched:
@@ -93,16 +93,16 @@ class BoostedTreesRanker(BoostedTreesBase):
         if len(groups) != len(pairs):
             raise TreesError(f"eval_group: expected the rows of each query for {len(pairs)} sets, got {len(groups)}")
         sets, given_metrics = [], custom_metrics(self._objective(), options.eval_metric)
-        for place, ((x, y, _, first), group) in enumerate(zip(pairs, groups, strict=True)):
+        for index, ((x, y, _, first), group) in enumerate(zip(pairs, groups, strict=True)):
             if (first is None) != (options.init_score is None):
                 raise TreesError("eval_init_score: watched sets begin with scores where the rows do; give both or none")
-            with naming_set(place):
+            with naming_set(index):
                 table = self._read(x)
                 scores = first_scores_of(first, len(table), 1, "eval_init_score")
                 rows = Rows(table, targets_of(np.asarray(on_host(y))), first_scores=scores)
                 relevance_of(rows.y)
             ndcg = ndcg_metrics(Queries("eval_group", group, rows.y), self.eval_at)
-            sets.append(EvalSet(f"valid_{place}", rows, (*given_metrics, *ndcg)))
+            sets.append(EvalSet(f"valid_{index}", rows, (*given_metrics, *ndcg)))
         return sets
 
     @hints_for_others

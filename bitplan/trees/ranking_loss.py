@@ -109,10 +109,10 @@ class LambdaRank(OneScore):
 
 def places_of(eval_at: Any) -> list[int]:
     """One place or several, at which NDCG is cut."""
-    given = eval_at if isinstance(eval_at, (Sequence, np.ndarray)) and not isinstance(eval_at, str) else [eval_at]
-    if not len(given):
+    positions = eval_at if isinstance(eval_at, (Sequence, np.ndarray)) and not isinstance(eval_at, str) else [eval_at]
+    if not len(positions):
         raise TreesError("eval_at: expected a whole number or some, got none")
-    return [whole_number("eval_at", place, 1) for place in given]
+    return [whole_number("eval_at", position, 1) for position in positions]
 
 
 def ndcg_metrics(queries: Queries, eval_at: Any) -> tuple[Metric, ...]:

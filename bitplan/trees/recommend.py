@@ -111,11 +111,11 @@ def recommend_gradient_precision(
         )
     is_number = "objective" in settings or type_of_target(targets) in ("continuous", "continuous-multioutput")
     kind: Any = BoostedTreesRegressor if is_number else BoostedTreesClassifier
-    whole = kind(random_state=random_state, **settings)
-    models = {precision: clone(whole).set_params(gradient_precision=precision) for precision in GradientPrecision}
+    estimator = kind(random_state=random_state, **settings)
+    models = {precision: clone(estimator).set_params(gradient_precision=precision) for precision in GradientPrecision}
     chosen = np.random.default_rng(random_state).permutation(len(x))[: max(sample_rows, FEWEST_ROWS)]
-    held = len(chosen) // 5
-    fit_rows, held_rows = np.sort(chosen[held:]), np.sort(chosen[:held])
+    held_count = len(chosen) // 5
+    fit_rows, held_rows = np.sort(chosen[held_count:]), np.sort(chosen[:held_count])
     losses = {}
     for precision, model in models.items():
         model.set_params(n_estimators=trees).fit(rows_of(x, fit_rows), targets[fit_rows])
@@ -129,9 +129,9 @@ def recommend_gradient_precision(
                 rounds[precision].append(a_round)
                 setups.append(setup)
     setup = statistics.median(setups)  # the same in every precision
-    seen = [PrecisionSeen(precision, tuple(rounds[precision]), losses[precision], setup) for precision in models]
-    table = TableSeen(x.shape[0], x.shape[1], threads_of(whole.n_jobs), int(whole.n_estimators))
-    return advise(seen, table)
+    measured = [PrecisionSeen(precision, tuple(rounds[precision]), losses[precision], setup) for precision in models]
+    table = TableSeen(x.shape[0], x.shape[1], threads_of(estimator.n_jobs), int(estimator.n_estimators))
+    return advise(measured, table)
 
 
 def _time_rounds(model: Any, x: Any, targets: Array) -> tuple[float, float]:
@@ -143,29 +143,29 @@ def _time_rounds(model: Any, x: Any, targets: Array) -> tuple[float, float]:
     return max(ends[0] - started - a_round, 0.0), a_round
 
 
-def advise(seen: Sequence[PrecisionSeen], table: TableSeen) -> PrecisionAdvice:
+def advise(measured: Sequence[PrecisionSeen], table: TableSeen) -> PrecisionAdvice:
     """The decision, from figures alone: the fastest that is clearly faster than F32 and not worse."""
-    full = next(one for one in seen if one.precision is GradientPrecision.F32)
+    full = next(one for one in measured if one.precision is GradientPrecision.F32)
     fit = [
         one
-        for one in seen
+        for one in measured
         if one is not full
         and max(one.seconds) < min(full.seconds)
         and one.loss <= full.loss + LOSS_MARGIN * abs(full.loss)
     ]
     if not fit:
         reason = "no other precision was faster in every turn at a loss within 1%: keep float32"
-        return PrecisionAdvice(full.precision, reason, tuple(seen), table)
+        return PrecisionAdvice(full.precision, reason, tuple(measured), table)
     best = min(fit, key=lambda one: one.median_s)
     change = (best.loss - full.loss) / abs(full.loss) if full.loss else 0.0
     reason = f"{full.median_s / best.median_s:.2f}x as fast as f32, loss {change:+.2%}"
-    return PrecisionAdvice(best.precision, reason, tuple(seen), table)
+    return PrecisionAdvice(best.precision, reason, tuple(measured), table)
 
 
 def _loss(model: Any, x: Any, y: Array) -> float:
     """The objective's loss; of a function of the user's, which has none, the mean squared error."""
     if callable(getattr(model, "objective", None)):
         return float(np.mean((model.predict(x) - y) ** 2))
-    known = np.flatnonzero(np.isin(y, model.classes_)) if hasattr(model, "classes_") else np.arange(len(y))
-    loss: float = model._objective().loss(model._targets(y[known]), model._scores(rows_of(x, known)), NO_WEIGHTS)
+    rows = np.flatnonzero(np.isin(y, model.classes_)) if hasattr(model, "classes_") else np.arange(len(y))
+    loss: float = model._objective().loss(model._targets(y[rows]), model._scores(rows_of(x, rows)), NO_WEIGHTS)
     return loss

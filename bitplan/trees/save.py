@@ -75,7 +75,7 @@ def save_trees(model: Any, path: str | Path) -> None:
     }
     if model.categories_:
         document["categories"] = {
-            str(place): _plain("categories", values) for place, values in model.categories_.items()
+            str(index): _plain("categories", values) for index, values in model.categories_.items()
         }
     if booster.rounds_before:
         document["rounds_before"] = booster.rounds_before

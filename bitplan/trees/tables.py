@@ -22,20 +22,20 @@ DATES = (datetime.date, datetime.time, datetime.timedelta, np.datetime64, np.tim
 HOST_DEVICES = (1, 3, 11, 13)  # of DLPack: memory that the CPU reads
 
 
-def on_device(given: Any) -> Any:
+def on_device(values: Any) -> Any:
     """What lies on a GPU (a tensor of torch, an array of CuPy or JAX: what has `__dlpack__`) as a tensor of torch; None
     for anything else."""
-    device = None if isinstance(given, np.ndarray) else getattr(given, "__dlpack_device__", None)
-    if device is None or isinstance(given, type) or device()[0] in HOST_DEVICES:
+    device = None if isinstance(values, np.ndarray) else getattr(values, "__dlpack_device__", None)
+    if device is None or isinstance(values, type) or device()[0] in HOST_DEVICES:
         return None
     torch: Any = require("torch", purpose="arrays on a GPU")
-    return given.detach() if isinstance(given, torch.Tensor) else torch.from_dlpack(given)
+    return values.detach() if isinstance(values, torch.Tensor) else torch.from_dlpack(values)
 
 
-def on_host(given: Any) -> Any:
+def on_host(values: Any) -> Any:
     """The same, copied to the host; anything else as it is."""
-    there = on_device(given)
-    return given if there is None else there.cpu().numpy()
+    on_gpu = on_device(values)
+    return values if on_gpu is None else on_gpu.cpu().numpy()
 
 
 def dense(x: Any) -> Any:
@@ -77,33 +77,33 @@ class Table:
     def _names(self) -> list[Any]:
         return []
 
-    def column(self, place: int) -> Any:
-        return self.x[:, place]
+    def column(self, index: int) -> Any:
+        return self.x[:, index]
 
-    def shown(self, place: int) -> str:
-        return f"column {self.names[place]!r:.80}" if self.names else f"column {place}"
+    def shown(self, index: int) -> str:
+        return f"column {self.names[index]!r:.80}" if self.names else f"column {index}"
 
-    def dtype(self, place: int) -> Any:
-        return self.column(place).dtype
+    def dtype(self, index: int) -> Any:
+        return self.column(index).dtype
 
-    def kind(self, place: int) -> str:
-        kind = getattr(self.dtype(place), "kind", "O")
+    def kind(self, index: int) -> str:
+        kind = getattr(self.dtype(index), "kind", "O")
         return "M" if kind == "m" else "O" if kind in "SU" else str(kind)
 
-    def categories(self, place: int) -> list[Any] | None:
+    def categories(self, index: int) -> list[Any] | None:
         """What the column's own type says its categories are; None if it is no type of categories."""
         return None
 
-    def category_numbers(self, place: int, number_of: dict[Any, float]) -> Array:
+    def category_numbers(self, index: int, number_of: dict[Any, float]) -> Array:
         """The number of each cell; NaN where a cell has none."""
-        return np.array([number_of.get(value, np.nan) for value in self.cells(place)])
+        return np.array([number_of.get(value, np.nan) for value in self.cells(index)])
 
-    def cells(self, place: int) -> list[Any]:
-        return list(np.asarray(self.column(place), dtype=object).tolist())
+    def cells(self, index: int) -> list[Any]:
+        return list(np.asarray(self.column(index), dtype=object).tolist())
 
-    def part(self, places: Sequence[int]) -> Any:
+    def part(self, indices: Sequence[int]) -> Any:
         """Some columns, as scikit-learn takes them."""
-        return self.x[:, places]
+        return self.x[:, indices]
 
     def at(self, rows: Array) -> Any:
         """Some rows, by their numbers."""
@@ -118,25 +118,25 @@ class _Pandas(Table):
     def _names(self) -> list[Any]:
         return list(self.x.columns)
 
-    def column(self, place: int) -> Any:
-        return self.x.iloc[:, place]
+    def column(self, index: int) -> Any:
+        return self.x.iloc[:, index]
 
-    def categories(self, place: int) -> list[Any] | None:
-        dtype = self.dtype(place)
+    def categories(self, index: int) -> list[Any] | None:
+        dtype = self.dtype(index)
         if str(dtype).startswith("dictionary<"):  # Arrow's, which has no accessor
-            return list(self.column(place).dropna().unique())
-        return list(self.column(place).cat.categories) if str(dtype) == "category" else None
+            return list(self.column(index).dropna().unique())
+        return list(self.column(index).cat.categories) if str(dtype) == "category" else None
 
-    def category_numbers(self, place: int, number_of: dict[Any, float]) -> Array:
-        known = self.categories(place)
-        if known is None or str(self.dtype(place)) != "category":
-            return super().category_numbers(place, number_of)
-        by_code: list[float] = [number_of.get(plain(value), np.nan) for value in known]
-        numbers: Array = np.array([*by_code, np.nan])[np.asarray(self.column(place).cat.codes)]  # -1 is missing
+    def category_numbers(self, index: int, number_of: dict[Any, float]) -> Array:
+        categories = self.categories(index)
+        if categories is None or str(self.dtype(index)) != "category":
+            return super().category_numbers(index, number_of)
+        by_code: list[float] = [number_of.get(plain(value), np.nan) for value in categories]
+        numbers: Array = np.array([*by_code, np.nan])[np.asarray(self.column(index).cat.codes)]  # -1 is missing
         return numbers
 
-    def part(self, places: Sequence[int]) -> Any:
-        return self.x.iloc[:, places]
+    def part(self, indices: Sequence[int]) -> Any:
+        return self.x.iloc[:, indices]
 
     def at(self, rows: Array) -> Any:
         return self.x.iloc[rows]
@@ -149,23 +149,23 @@ class _Polars(Table):
     def _names(self) -> list[Any]:
         return list(self.x.columns)
 
-    def column(self, place: int) -> Any:
-        return self.x.to_series(place)
+    def column(self, index: int) -> Any:
+        return self.x.to_series(index)
 
-    def kind(self, place: int) -> str:
-        dtype = self.dtype(place)
+    def kind(self, index: int) -> str:
+        dtype = self.dtype(index)
         is_number = dtype.is_numeric() or dtype == sys.modules["polars"].Boolean
         return "M" if dtype.is_temporal() else "f" if is_number else "O"
 
-    def categories(self, place: int) -> list[Any] | None:
+    def categories(self, index: int) -> list[Any] | None:
         types = sys.modules["polars"].Categorical, sys.modules["polars"].Enum
-        return self.column(place).drop_nulls().unique().to_list() if isinstance(self.dtype(place), types) else None
+        return self.column(index).drop_nulls().unique().to_list() if isinstance(self.dtype(index), types) else None
 
-    def cells(self, place: int) -> list[Any]:
-        return list(self.column(place).to_list())
+    def cells(self, index: int) -> list[Any]:
+        return list(self.column(index).to_list())
 
-    def part(self, places: Sequence[int]) -> Any:
-        return self.x[:, list(places)]
+    def part(self, indices: Sequence[int]) -> Any:
+        return self.x[:, list(indices)]
 
     def with_numbers(self, numbers: Array) -> Any:
         return sys.modules["polars"].from_numpy(numbers, schema=self.names)
@@ -175,27 +175,27 @@ class _Arrow(Table):
     def _names(self) -> list[Any]:
         return list(self.x.schema.names)
 
-    def column(self, place: int) -> Any:
-        return self.x.column(place)
+    def column(self, index: int) -> Any:
+        return self.x.column(index)
 
-    def dtype(self, place: int) -> Any:
-        return self.x.schema.types[place]
+    def dtype(self, index: int) -> Any:
+        return self.x.schema.types[index]
 
-    def kind(self, place: int) -> str:
-        dtype, types = self.dtype(place), sys.modules["pyarrow"].types
+    def kind(self, index: int) -> str:
+        dtype, types = self.dtype(index), sys.modules["pyarrow"].types
         is_number = types.is_integer(dtype) or types.is_floating(dtype) or types.is_boolean(dtype)
         return "M" if types.is_temporal(dtype) else "f" if is_number or types.is_decimal(dtype) else "O"
 
-    def categories(self, place: int) -> list[Any] | None:
-        if not sys.modules["pyarrow"].types.is_dictionary(self.dtype(place)):
+    def categories(self, index: int) -> list[Any] | None:
+        if not sys.modules["pyarrow"].types.is_dictionary(self.dtype(index)):
             return None
-        return [value for value in self.column(place).unique().to_pylist() if value is not None]
+        return [value for value in self.column(index).unique().to_pylist() if value is not None]
 
-    def cells(self, place: int) -> list[Any]:
-        return list(self.column(place).to_pylist())
+    def cells(self, index: int) -> list[Any]:
+        return list(self.column(index).to_pylist())
 
-    def part(self, places: Sequence[int]) -> Any:
-        return self.x.select(list(places))
+    def part(self, indices: Sequence[int]) -> Any:
+        return self.x.select(list(indices))
 
     def at(self, rows: Array) -> Any:
         return self.x.take(rows)
@@ -264,31 +264,31 @@ def refuse_text(x: Any) -> None:
     if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUmM":
         return
     table = table_of(x)
-    for place in range(table.count if table is not None else 0):
+    for index in range(table.count if table is not None else 0):
         assert table is not None
-        if table.categories(place) is not None:
+        if table.categories(index) is not None:
             raise TreesError(
-                f"X: {table.shown(place)} has the type {table.dtype(place)!s:.40}, and had numbers at fit; give the "
+                f"X: {table.shown(index)} has the type {table.dtype(index)!s:.40}, and had numbers at fit; give the "
                 "same columns"
             )
-        kind = table.kind(place)
-        values = table.cells(place) if kind == "O" else ()
+        kind = table.kind(index)
+        values = table.cells(index) if kind == "O" else ()
         date = next((value for value in values if isinstance(value, DATES)), None)
         if kind == "M" or date is not None:
             raise TreesError(
-                f"X: {table.shown(place)} has dates or times "
-                f"({table.dtype(place) if date is None else type(date).__name__}), expected numbers; give what "
+                f"X: {table.shown(index)} has dates or times "
+                f"({table.dtype(index) if date is None else type(date).__name__}), expected numbers; give what "
                 "matters of them: days since a date, the month, the hour"
             )
         other = next((row for row, value in enumerate(values) if _is_no_number(value)), None)
         if table.names and other is not None:
             raise TreesError(
-                f"X: {table.shown(place)} has {values[other]!r:.60} in row {other}, expected numbers; give a column "
+                f"X: {table.shown(index)} has {values[other]!r:.60} in row {other}, expected numbers; give a column "
                 "for each part of it that is a number"
             )
         row = next((row for row, value in enumerate(values) if isinstance(value, (str, bytes))), None)
         if row is not None:
             raise TreesError(
-                f"X: {table.shown(place)} has text, {values[row]!r:.60} in row {row}, expected numbers; name the "
+                f"X: {table.shown(index)} has text, {values[row]!r:.60} in row {row}, expected numbers; name the "
                 "column in categorical_features, and each text is a category"
             )

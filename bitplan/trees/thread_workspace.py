@@ -215,15 +215,15 @@ class TeamSpace:
             used_by = precise, needed[2], hess, rows, tables, order, growth.best_first, features, options
             self._addresses[needed] = self._kernels(*used_by)
         self._held = sizes, used, data, self._addresses[needed]  # as long as their addresses are used
-        given = (
+        arguments = (
             self._sync, sizes, self._addresses[needed], tables, order, growth.best_first, rows, data, self._pool,
             self._free, self._parts, features, options, self._own,
         )  # fmt: skip
         if needed not in self._loops:
-            kinds = tuple(map(typeof, given))
+            kinds = tuple(map(typeof, arguments))
             self._loops[needed] = caller(kinds), address_of(loops.grow_tree, kinds=kinds)
         self._function, address = self._loops[needed]
-        return np.array([address, *words_of(given)])
+        return np.array([address, *words_of(arguments)])
 
     def _kernels(
         self,

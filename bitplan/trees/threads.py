@@ -44,13 +44,13 @@ def distinct_labels(labels: Array) -> Array:
 
 def places_among(classes: Array, labels: Array) -> Array:
     """The place of each label in the sorted classes, as float32, which is exact: a class is a small number."""
-    places = np.empty(len(labels), np.float32)
+    positions = np.empty(len(labels), np.float32)
 
     def find(first: int) -> None:
-        places[first : first + LABELS] = np.searchsorted(classes, labels[first : first + LABELS])
+        positions[first : first + LABELS] = np.searchsorted(classes, labels[first : first + LABELS])
 
     on_threads(find, range(0, len(labels), LABELS))
-    return places
+    return positions
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------
@@ -81,10 +81,10 @@ def threads_for(n_jobs: Any, parts: int) -> int:
 
 def allowed_cores() -> int:
     """The cores that affinity, the container, joblib and the usual variables leave to this process."""
-    given = (os.environ.get(name, "").split(",")[0].strip() for name in LIMITS)  # OpenMP's may be a list by level
+    limits = (os.environ.get(name, "").split(",")[0].strip() for name in LIMITS)  # OpenMP's may be a list by level
     affinity = frozenset(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else frozenset()
     cores = _joblib_cores(affinity, os.environ.get("LOKY_MAX_CPU_COUNT"))
-    return min([cores, *(int(text) for text in given if text.isdecimal() and int(text) > 0)])
+    return min([cores, *(int(text) for text in limits if text.isdecimal() and int(text) > 0)])
 
 
 @functools.lru_cache(maxsize=8)

@@ -96,7 +96,7 @@ class Steps:
             inner = children >= 0
             at_node[roots[tree[inner]] + children[inner]] = child[inner] + side
             at_leaf[leaf_starts[tree[~inner]] + ~children[~inner]] = child[~inner] + side
-        nodes, held = np.empty((begins[-1], 2), np.int64), np.zeros(begins[-1])
+        nodes, leaf_values = np.empty((begins[-1], 2), np.int64), np.zeros(begins[-1])
         words, thresholds = nodes[:, 0], nodes.view(np.float64)[:, 1]
         thresholds[:] = np.inf
         is_set = category >= 0
@@ -104,29 +104,39 @@ class Steps:
         words[at_node] |= (~missing_left).astype(np.int64) << predict.MISSING_SHIFT
         words[at_node] |= is_set * predict.IS_CATEGORY
         thresholds[at_node] = np.where(is_set, category, threshold)
-        words[at_leaf], held[at_leaf] = at_leaf | -(1 << 63), values
+        words[at_leaf], leaf_values[at_leaf] = at_leaf | -(1 << 63), values
         plans = np.zeros((len(roots) - 1, predict.PLAN_SIZE), np.int64)
         splits, exits = [np.empty((0, 3), np.int64)], [np.empty(0, np.int64)]
         for number, plan in enumerate(plans):
-            own, leaves = (slice(*starts[number : number + 2].tolist()) for starts in (roots, leaf_starts))
-            order, masks, places, steps = _first_splits(left[own], right[own], is_set[own], node_rows[own])
-            here = np.array(order, np.int64) + own.start
-            by_side = np.argsort(~missing_left[here], kind="stable")
-            here, goes_left = here[by_side], int(missing_left[here].sum())
-            table = np.empty((len(here), 3), np.int64)
-            table.view(np.float64)[:, 0] = threshold[here]
-            table[:, 1] = feature[here].astype(np.int64) * (8 * predict.TILE)
+            nodes_of_tree, leaves = (slice(*starts[number : number + 2].tolist()) for starts in (roots, leaf_starts))
+            order, masks, exits_at, steps = _first_splits(
+                left[nodes_of_tree], right[nodes_of_tree], is_set[nodes_of_tree], node_rows[nodes_of_tree]
+            )
+            split_nodes = np.array(order, np.int64) + nodes_of_tree.start
+            by_side = np.argsort(~missing_left[split_nodes], kind="stable")
+            split_nodes, goes_left = split_nodes[by_side], int(missing_left[split_nodes].sum())
+            table = np.empty((len(split_nodes), 3), np.int64)
+            table.view(np.float64)[:, 0] = threshold[split_nodes]
+            table[:, 1] = feature[split_nodes].astype(np.int64) * (8 * predict.TILE)
             table[:, 2] = np.array(masks, np.uint64)[by_side].view(np.int64)
-            plan[predict.LEFT_SPLITS :] = goes_left, len(here) - goes_left, max(steps), is_set[own].any()
-            found = np.array(places, np.int64)
-            is_node = found >= 0
-            found[is_node], found[~is_node] = at_node[own][found[is_node]], at_leaf[leaves][~found[~is_node]]
+            plan[predict.LEFT_SPLITS :] = (
+                goes_left,
+                len(split_nodes) - goes_left,
+                max(steps),
+                is_set[nodes_of_tree].any(),
+            )
+            exit_targets = np.array(exits_at, np.int64)
+            is_node = exit_targets >= 0
+            exit_targets[is_node], exit_targets[~is_node] = (
+                at_node[nodes_of_tree][exit_targets[is_node]],
+                at_leaf[leaves][~exit_targets[~is_node]],
+            )
             kinds = np.minimum(steps, predict.KINDS - 1).astype(np.int64)
             splits.append(table)
-            exits.append(found | kinds << predict.STEPS_SHIFT)
-        for place, parts in ((predict.FIRST_SPLIT, splits), (predict.FIRST_EXIT, exits)):
-            plans[:, place] = np.cumsum([len(part) for part in parts])[:-1]
-        return cls(nodes.reshape(-1), held, plans, np.concatenate(splits), np.concatenate(exits))
+            exits.append(exit_targets | kinds << predict.STEPS_SHIFT)
+        for column, parts in ((predict.FIRST_SPLIT, splits), (predict.FIRST_EXIT, exits)):
+            plans[:, column] = np.cumsum([len(part) for part in parts])[:-1]
+        return cls(nodes.reshape(-1), leaf_values, plans, np.concatenate(splits), np.concatenate(exits))
 
 
 def _first_splits(
@@ -152,18 +162,18 @@ def _first_splits(
     sizes: dict[int, int] = {}
     for node in reversed(order):
         sizes[node] = sum(sizes.get(child, 1) for child in sides[node])
-    first, masks, places = {0: 0}, [], [0] * sizes[0]
+    first, masks, exits = {0: 0}, [], [0] * sizes[0]
     for node in order:
         at = first[node]
         for child in sides[node]:
             if child in sizes:
                 first[child] = at
             else:
-                places[at] = child
+                exits[at] = child
             at += sizes.get(child, 1)
         count = sizes.get(sides[node][0], 1)
         masks.append((1 << 64) - 1 - (((1 << count) - 1) << first[node]))
-    return order, masks, places, [heights[place] if place >= 0 else 0 for place in places]
+    return order, masks, exits, [heights[exit_node] if exit_node >= 0 else 0 for exit_node in exits]
 
 
 @dataclass(frozen=True)
@@ -304,11 +314,11 @@ class Booster:
         if not len(smaller):
             self.trees.extend(trees)
             return
-        held = list(self.trees)
-        for place in (smaller[:, None] * self.outputs + np.arange(self.outputs)).flat:
-            tree = held[place]
-            held[place] = replace(tree, leaf_value=tree.leaf_value * share, node_value=tree.node_value * share)
-        self.trees[:] = held + trees
+        before = list(self.trees)
+        for index in (smaller[:, None] * self.outputs + np.arange(self.outputs)).flat:
+            tree = before[index]
+            before[index] = replace(tree, leaf_value=tree.leaf_value * share, node_value=tree.node_value * share)
+        self.trees[:] = before + trees
 
     def first_rounds(self, count: int) -> Booster:
         """The trees of the first rounds alone, without what was watched."""

@@ -45,45 +45,45 @@ def _empty_panels(rows: int, features: int, more: int) -> CudaBins:
 def copy_bins(data: BinnedRows) -> CudaBins:
     """Bins that the CPU found."""
     rows, features = data.rows, len(data.columns)
-    made = _empty_panels(rows, features, 2 * rows * GROUP_BYTES)
-    for group in range(made.groups):
-        columns = torch.from_numpy(data.columns[group * made.width : (group + 1) * made.width])
-        numbers = torch.empty((made.width, rows), dtype=torch.uint8, device=made.device)
-        numbers[: len(columns)] = columns.to(made.device)
-        if len(columns) < made.width:  # of no feature: over all bins, so that no atomics wait for each other
-            numbers[len(columns) :] = torch.arange(rows, device=made.device) & 255
-        part = made.panels[group * rows * GROUP_BYTES :]
-        lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, made.width, BLOCK=BLOCK, num_warps=4)
-    return made
+    binned = _empty_panels(rows, features, 2 * rows * GROUP_BYTES)
+    for group in range(binned.groups):
+        columns = torch.from_numpy(data.columns[group * binned.width : (group + 1) * binned.width])
+        numbers = torch.empty((binned.width, rows), dtype=torch.uint8, device=binned.device)
+        numbers[: len(columns)] = columns.to(binned.device)
+        if len(columns) < binned.width:  # of no feature: over all bins, so that no atomics wait for each other
+            numbers[len(columns) :] = torch.arange(rows, device=binned.device) & 255
+        part = binned.panels[group * rows * GROUP_BYTES :]
+        lay_out[(triton.cdiv(rows, BLOCK),)](numbers, part, rows, binned.width, BLOCK=BLOCK, num_warps=4)
+    return binned
 
 
 def bin_on_card(x: Array, bins: Bins) -> CudaBins:
     """Every number of x replaced by its bin; no feature is a category."""
     rows, features = x.shape
     chunk = min(rows, ROWS_AT_ONCE)
-    made = _empty_panels(rows, features, 2 * chunk * features * x.itemsize)
+    binned = _empty_panels(rows, features, 2 * chunk * features * x.itemsize)
     limits = np.full((features, BINS), np.inf)
     for feature, edges in enumerate(bins.edges):
         limits[feature, : len(edges)] = edges
-    limits_there = torch.from_numpy(limits).to(made.device)
+    limits_there = torch.from_numpy(limits).to(binned.device)
     for first in range(0, rows, chunk):
         part = x[first : first + chunk]
-        numbers = torch.from_numpy(part if part.flags.writeable else part.copy()).to(made.device)
-        bin_numbers[(triton.cdiv(len(part), BLOCK), made.groups)](
+        numbers = torch.from_numpy(part if part.flags.writeable else part.copy()).to(binned.device)
+        bin_numbers[(triton.cdiv(len(part), BLOCK), binned.groups)](
             numbers,
             limits_there,
-            made.panels,
+            binned.panels,
             first,
             len(part),
             rows,
             features,
             numbers.stride(0),
             numbers.stride(1),
-            made.width,
+            binned.width,
             BLOCK=BLOCK,
             num_warps=4,
         )
-    return made
+    return binned
 
 
 @triton.jit(do_not_specialize=["first", "count", "rows", "features", "row_stride", "feature_stride", "width"])

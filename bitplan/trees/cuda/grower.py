@@ -203,11 +203,11 @@ class CudaTreeGrower(TreeGrower):
         waves.root_wave(self._host_table.numpy(), rows, slot, self._sizes)
         growth = self._growth
         self._run_wave(growth.reals[[[0, 0]], split.LOW : split.HIGH + 1])
-        found = self._host_result.numpy()[0]
-        waves.note_root(found, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
+        result = self._host_result.numpy()[0]
+        waves.note_root(result, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
         growth.nodes[0, split.SLOT] = slot
         self._note_sets(np.array([[0, -1]]))
-        sums: Array = found[waves.RESULT_NODE :]
+        sums: Array = result[waves.RESULT_NODE :]
         return sums
 
     def _expand_leaves(self) -> None:
@@ -253,12 +253,12 @@ class CudaTreeGrower(TreeGrower):
 
     def _note_sets(self, children: Array) -> None:
         """The last wave's sets of categories, into the tables."""
-        growth, found = self._growth, self._found_sets
-        if found is None or not self._has_categories:
+        growth, sets = self._growth, self._found_sets
+        if sets is None or not self._has_categories:
             return
-        for place, child in enumerate(children.reshape(-1).tolist()):
+        for index, child in enumerate(children.reshape(-1).tolist()):
             if child >= 0 and growth.nodes[child, split.BIN] < 0:
-                growth.goes_left[child] = found[place]
+                growth.goes_left[child] = sets[index]
 
     def _run_wave(self, bounds: Array) -> None:
         """Launch the steps of a wave and wait for its result; bounds of the children's values, (nodes, 2, 2)."""
@@ -276,20 +276,20 @@ class CudaTreeGrower(TreeGrower):
         """What the kernels do not judge, from the histograms: into the result, and sets of categories to the host."""
         table = self._host_table.numpy()[:-1]
         small, large = table[:, waves.SMALL_SLOT], table[:, waves.LARGE_SLOT]
-        here = np.flatnonzero(small >= 0)
+        small_rows = np.flatnonzero(small >= 0)
         pairs = np.flatnonzero(large >= 0)  # a root has no other child
-        if not len(here):
+        if not len(small_rows):
             return
         pool = self._pool.view(self._slots, self._features, kernels.BINS, -1)
-        cells = self._cells(pool[torch.from_numpy(small[here]).to(self._device)])
+        cells = self._cells(pool[torch.from_numpy(small[small_rows]).to(self._device)])
         if len(pairs):
             slots = torch.from_numpy(large[pairs]).to(self._device)
             pool[slots] -= pool[torch.from_numpy(small[pairs]).to(self._device)]
             cells = torch.cat([cells, self._cells(pool[slots])])
-        rows = np.concatenate([2 * here, 2 * pairs + 1])
-        groups = torch.from_numpy(np.concatenate([table[here, waves.GROUPS], table[pairs, waves.GROUPS]]))
+        rows = np.concatenate([2 * small_rows, 2 * pairs + 1])
+        groups = torch.from_numpy(np.concatenate([table[small_rows, waves.GROUPS], table[pairs, waves.GROUPS]]))
         allowed = (groups.to(self._device)[:, None] & self._feature_groups) != 0
-        ends = np.concatenate([bounds[here, 0], bounds[pairs, 1]])
+        ends = np.concatenate([bounds[small_rows, 0], bounds[pairs, 1]])
         nodes = Nodes(cells, allowed, torch.from_numpy(ends).to(self._device))
         grad_scale, hess_scale = self._scales.tolist()
         result, sets = judge.find(nodes, (grad_scale, hess_scale))
@@ -305,7 +305,7 @@ class CudaTreeGrower(TreeGrower):
 
     def _launches(self) -> list[tuple[PreparedLaunch, tuple[Tensor, ...]]]:
         """The steps of a wave, with what each gets."""
-        steps, panels, found = self.steps, self._panels, (self._gains, self._found)
+        steps, panels, judged = self.steps, self._panels, (self._gains, self._found)
         launches: list[tuple[PreparedLaunch, tuple[Tensor, ...]]] = [
             (steps.part_rows, (self._table, self._sides, panels, self._pool, self._sets)),
             (steps.add_rows, (self._table, self._sides, panels.view(torch.int64), self._pool)),
@@ -315,8 +315,8 @@ class CudaTreeGrower(TreeGrower):
         judging = self._bin_counts, self._feature_groups, self._numbers_there
         return [
             *launches,
-            (steps.judge_features, (self._table, self._pool, *judging, *found)),
-            (steps.pick_features, (self._table, *found, self._result)),
+            (steps.judge_features, (self._table, self._pool, *judging, *judged)),
+            (steps.pick_features, (self._table, *judged, self._result)),
         ]
 
     # ---- the end -----------------------------------------------------------------------------------------------------
@@ -324,16 +324,16 @@ class CudaTreeGrower(TreeGrower):
     def _find_parts(self) -> None:
         """Where the rows of the tree's leaves lie: ranges of nodes that were not expanded, wanted or not."""
         growth = self._growth
-        made, leaves = growth.nodes[: growth.counts[queue.MADE]], growth.counts[queue.LEAVES]
-        leaf_of = np.full(len(made), -1)
+        nodes, leaves = growth.nodes[: growth.counts[queue.MADE]], growth.counts[queue.LEAVES]
+        leaf_of = np.full(len(nodes), -1)
         leaf_of[growth.leaves[:leaves, queue.NODE]] = np.arange(leaves)
-        is_expanded = made[:, split.STATE] == queue.EXPANDED
+        is_expanded = nodes[:, split.STATE] == queue.EXPANDED
         for node in np.flatnonzero(is_expanded):  # parents come before their children
             if leaf_of[node] >= 0:
-                child = made[node, split.CHILD]
+                child = nodes[node, split.CHILD]
                 leaf_of[child : child + 2] = leaf_of[node]
-        last = np.flatnonzero(~is_expanded & (made[:, split.STOP] > made[:, split.START]))
-        ranges = made[last]
+        last = np.flatnonzero(~is_expanded & (nodes[:, split.STOP] > nodes[:, split.START]))
+        ranges = nodes[last]
         blocks = -(-(ranges[:, split.STOP] - ranges[:, split.START]) // BLOCK)
         parts = np.full((self._most_parts, PARTS_COLUMNS), waves.FAR_AWAY, np.int64)
         sides = ranges[:, split.DEPTH] & 1
@@ -344,8 +344,8 @@ class CudaTreeGrower(TreeGrower):
 
     def launch_on_leaves(self, kernel: Any, *pointers: Tensor) -> None:
         """Run a kernel over the rows of the last tree's leaves."""
-        given = self._parts, self._sides, *pointers, self._count, self._blocks
-        kernel[(self._programs(PARTERS),)](*given, **self._leaf_sizes)
+        arguments = self._parts, self._sides, *pointers, self._count, self._blocks
+        kernel[(self._programs(PARTERS),)](*arguments, **self._leaf_sizes)
 
     def compile_for_leaves(self, kernel: Any, *kinds: torch.dtype) -> None:
         """Begin to compile such a kernel, whose pointers are to these types."""

@@ -52,12 +52,12 @@ class TorchJudge:
 
     def __init__(self, bins: Bins, rules: GrowthRules, monotone: Array, device: torch.device) -> None:
         self._rules, self._is_monotone, self._device = rules, bool(np.any(monotone)), device
-        self._counts, self._monotone = (torch.from_numpy(each).to(device) for each in (bins.counts, monotone))
+        self._counts, self._monotone = (torch.from_numpy(table).to(device) for table in (bins.counts, monotone))
         numeric, sets = np.flatnonzero(~bins.is_category), np.flatnonzero(bins.is_category)
         self._numeric, self._sets = torch.from_numpy(numeric).to(device), torch.from_numpy(sets).to(device)
-        place = np.zeros(len(bins.is_category), np.int64)
-        place[sets] = np.arange(len(sets))
-        self._place_of_set = torch.from_numpy(place).to(device)  # of a column among those of categories
+        position = np.zeros(len(bins.is_category), np.int64)
+        position[sets] = np.arange(len(sets))
+        self._place_of_set = torch.from_numpy(position).to(device)  # of a column among those of categories
         self._is_set = torch.from_numpy(bins.is_category).to(device)
         self._bins = torch.arange(there.BINS, device=device)
 
@@ -65,45 +65,45 @@ class TorchJudge:
         """(N, RESULT) as `kernels.pick_features` writes it; (N, B): 1 for the categories that go left."""
         step = max(MOST_CELLS // (nodes.cells.shape[1] * there.BINS), 1)
         cuts = [slice(first, first + step) for first in range(0, len(nodes.cells), step)]
-        found = [self._find(nodes.at(cut), scales) for cut in cuts]
-        return torch.cat([result for result, _ in found]), torch.cat([sets for _, sets in found])
+        results = [self._find(nodes.at(cut), scales) for cut in cuts]
+        return torch.cat([result for result, _ in results]), torch.cat([sets for _, sets in results])
 
     def _find(self, nodes: Nodes, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
         cells, (count, columns) = nodes.cells, nodes.allowed.shape
         total = cells[:, 0].sum(1)  # (N, 3); every column has every row
         before = self._before(total, nodes.bounds, scales)
         gain = torch.zeros((count, columns), dtype=torch.float64, device=self._device)
-        place, turn = (torch.zeros((count, columns), dtype=torch.int64, device=self._device) for _ in range(2))
-        left = torch.zeros((count, columns, 3), dtype=torch.int64, device=self._device)
+        cut, turn = (torch.zeros((count, columns), dtype=torch.int64, device=self._device) for _ in range(2))
+        left_sums = torch.zeros((count, columns, 3), dtype=torch.int64, device=self._device)
         order = used = None
         for chosen, of_sets in ((self._numeric, False), (self._sets, True)):
             if not len(chosen):
                 continue
-            here = Nodes(cells[:, chosen], nodes.allowed[:, chosen], nodes.bounds)
+            some_nodes = Nodes(cells[:, chosen], nodes.allowed[:, chosen], nodes.bounds)
             if of_sets:
-                order, used = self._order(here.cells, chosen, scales)
-                found = self._best_of_sets(here, order, used, total, before, scales)
+                order, used = self._order(some_nodes.cells, chosen, scales)
+                splits = self._best_of_sets(some_nodes, order, used, total, before, scales)
             else:
-                found = self._best_of_numbers(here, chosen, total, before, scales)
-            gain[:, chosen], place[:, chosen], turn[:, chosen] = found.gain, found.place, found.turn
-            left[:, chosen] = found.left
+                splits = self._best_of_numbers(some_nodes, chosen, total, before, scales)
+            gain[:, chosen], cut[:, chosen], turn[:, chosen] = splits.gain, splits.place, splits.turn
+            left_sums[:, chosen] = splits.left
         best = gain.amax(1)
         # of equal gains the lowest column: argmax of a GPU may take any
         column = torch.where(gain == best[:, None], torch.arange(columns, device=self._device), columns).amin(1)
         at = torch.arange(count, device=self._device)
-        place, turn, left = place[at, column], turn[at, column], left[at, column]
+        cut, turn, left_sums = cut[at, column], turn[at, column], left_sums[at, column]
         is_set = self._is_set[column]
         has_missing = cells[at, column, MISSING, 2] > 0
-        missing_left = torch.where(has_missing, turn, (2 * left[:, 2] >= total[:, 2]).long())
+        missing_left = torch.where(has_missing, turn, (2 * left_sums[:, 2] >= total[:, 2]).long())
         missing_left = missing_left.masked_fill(is_set, 0)
-        bin_ = place.masked_fill(is_set, -1)
-        result = torch.column_stack([best.view(torch.int64), column, bin_, missing_left, left, total])
+        bin_ = cut.masked_fill(is_set, -1)
+        result = torch.column_stack([best.view(torch.int64), column, bin_, missing_left, left_sums, total])
         sets = torch.zeros((count, there.BINS), dtype=torch.uint8, device=self._device)
         if order is not None and used is not None:
             of = self._place_of_set[column]
             many = used[at, of, None]
             rank = torch.where(turn[:, None] > 0, many - 1 - self._bins, self._bins)
-            goes_left = is_set[:, None] & (rank >= 0) & (rank <= place[:, None]) & (self._bins < many)
+            goes_left = is_set[:, None] & (rank >= 0) & (rank <= cut[:, None]) & (self._bins < many)
             sets.scatter_(1, order[at, of], goes_left.to(torch.uint8))
         return result, sets
 
@@ -197,11 +197,11 @@ class TorchJudge:
             gain = (left * left * right_all + right * right * left_all) / (left_all * right_all)
         gain = torch.where(valid & ~gain.isnan(), gain, -torch.inf)
         best = gain.amax(2)
-        place = torch.where(gain == best[..., None], self._bins, there.BINS).amin(2)
+        cut = torch.where(gain == best[..., None], self._bins, there.BINS).amin(2)
         above = best - before[:, None]
         is_split = (above > (before.abs() * NOISE).clamp(min=rules.min_gain)[:, None]) & (above > 0)
-        sums = prefixes.gather(2, place[..., None, None].expand(*place.shape, 1, 3))[:, :, 0]
-        return _Found(torch.where(is_split, above, 0.0), place, torch.zeros_like(place), sums)
+        sums = prefixes.gather(2, cut[..., None, None].expand(*cut.shape, 1, 3))[:, :, 0]
+        return _Found(torch.where(is_split, above, 0.0), cut, torch.zeros_like(cut), sums)
 
     def _shrunk(self, grad: Tensor) -> Tensor:
         return (grad.abs() - self._rules.l1).clamp(min=0.0)

@@ -33,7 +33,7 @@ def scores_there(booster: Booster, x: Tensor) -> Array:
     scores = torch.from_numpy(np.tile(booster.start, (len(x), 1))).to(device)
     nodes = [forest.feature, forest.left, forest.right, forest.missing_left + 2 * (forest.category + 1)]
     tables = np.stack(nodes, axis=1).astype(np.int32), forest.threshold, _trees(forest), forest.bits.view(np.int32)
-    of_nodes, thresholds, trees, bits = (torch.from_numpy(np.ascontiguousarray(each)).to(device) for each in tables)
+    of_nodes, thresholds, trees, bits = (torch.from_numpy(np.ascontiguousarray(table)).to(device) for table in tables)
     values, empty = torch.from_numpy(forest.values).to(device), torch.zeros(1, dtype=torch.int32, device=device)
     pointers = (
         of_nodes if of_nodes.numel() else empty,
@@ -45,8 +45,8 @@ def scores_there(booster: Booster, x: Tensor) -> Array:
     counts = len(x), *x.stride(), len(trees), booster.outputs, bits.shape[1]
     has_sets = bool((forest.category >= 0).any())
     add_trees[(triton.cdiv(len(x), BLOCK),)](x, scores, *pointers, *counts, BLOCK=BLOCK, SETS=has_sets, num_warps=8)
-    made: Array = scores.cpu().numpy()
-    return made
+    host_scores: Array = scores.cpu().numpy()
+    return host_scores
 
 
 def _trees(forest: Forest) -> Array:
@@ -55,12 +55,12 @@ def _trees(forest: Forest) -> Array:
     trees = np.zeros((count, TREE_COLUMNS), np.int32)
     trees[:, FIRST_NODE], trees[:, FIRST_LEAF] = roots[:-1], forest.leaf_starts[:-1]
     of_node = np.repeat(np.arange(count), np.diff(roots))
-    here, depth = roots[:-1][np.diff(roots) > 0], 0
-    while len(here):
+    level, depth = roots[:-1][np.diff(roots) > 0], 0
+    while len(level):
         depth += 1
-        trees[of_node[here], DEPTH] = depth
-        below = [(side[here].astype(np.int64), roots[of_node[here]]) for side in (forest.left, forest.right)]
-        here = np.concatenate([(child + root)[child >= 0] for child, root in below])
+        trees[of_node[level], DEPTH] = depth
+        below = [(side[level].astype(np.int64), roots[of_node[level]]) for side in (forest.left, forest.right)]
+        level = np.concatenate([(child + root)[child >= 0] for child, root in below])
     return trees
 
 

@@ -88,8 +88,8 @@ class CudaScores:
         self._tops = tops
 
     def _launch(self) -> None:
-        kernel, given, shape = self._gradient_launch
-        kernel[(triton.cdiv(max(len(self._y), 1), BLOCK),)](*given, **shape)
+        kernel, arguments, shape = self._gradient_launch
+        kernel[(triton.cdiv(max(len(self._y), 1), BLOCK),)](*arguments, **shape)
 
     @cached_property
     def _gradient_launch(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -106,8 +106,8 @@ class CudaScores:
 
     def compile(self) -> None:
         """Begin to compile what rounds of all rows launch; see `base.loops.launch.compiling_together`."""
-        kernel, given, shape = self._gradient_launch
-        compile_ahead(kernel, *given, **shape)
+        kernel, arguments, shape = self._gradient_launch
+        compile_ahead(kernel, *arguments, **shape)
         compile_ahead(kernels.find_largest, self._grads, self._hess, self._seen, len(self._y), BLOCK=BLOCK, num_warps=4)
         floats = torch.float32, torch.float32
         entering = torch.int64, *floats, torch.float32, torch.float64, torch.int64, len(self._y)
@@ -122,9 +122,9 @@ class CudaScores:
         programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if self._device.type == "cuda" else 1
         tops = self._grads, self._hess, self._seen, count
         kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, num_warps=4)
-        seen = self._seen[: self._doubtful_at + 1].cpu().numpy()
-        bits = seen[:-1].astype(np.int32).reshape(outputs, 2)
-        return int(seen[-1]), bits.view(np.float32).astype(np.float64)
+        counts = self._seen[: self._doubtful_at + 1].cpu().numpy()
+        bits = counts[:-1].astype(np.int32).reshape(outputs, 2)
+        return int(counts[-1]), bits.view(np.float32).astype(np.float64)
 
     def _ask_host(self, count: int) -> None:
         """Let the CPU compute the gradients of doubtful rows, for its `exp` decides."""
@@ -166,7 +166,7 @@ class CudaScores:
             return
         panels, width = self._grower.panels
         rows = self._there(unused.astype(np.int32))
-        tables = [self._there(each) for each in (grown.columns, grown.left_bins, tree.left, tree.right)]
+        tables = [self._there(table) for table in (grown.columns, grown.left_bins, tree.left, tree.right)]
         kernels.walk_rows[(triton.cdiv(len(unused), BLOCK),)](
             rows,
             panels,

@@ -49,10 +49,10 @@ def fit_on_cluster(
     eval_set: Any,
     client: Any,
     timeout_s: float,
-    take: Callable[[Any], None],
+    keep_model: Callable[[Any], None],
     options: FitOptions,
 ) -> None:
-    """`take` gets the fitted model, or what is there of it when the fit is interrupted."""
+    """`keep_model` gets the fitted model, or what is there of it when the fit is interrupted."""
     pieces = _collections(x, y, weights, eval_set)
     client = client or _current_client()
     present = sorted(client.nthreads())
@@ -61,17 +61,19 @@ def fit_on_cluster(
     addresses = present[: len(pieces["X"])]
     key = f"bitplan-{uuid.uuid4().hex}"
     with distributed.MultiLock(names=[f"bitplan.trees {address}" for address in addresses], client=client):
-        _Fit(client, addresses, key, timeout_s).run(model, pieces, take, options)
+        _Fit(client, addresses, key, timeout_s).run(model, pieces, keep_model, options)
 
 
 class _Fit:
     def __init__(self, client: Any, addresses: list[str], key: str, timeout_s: float) -> None:
         self._client, self._addresses, self._key, self._timeout_s = client, addresses, key, timeout_s
-        known = client.scheduler_info(n_workers=-1)["workers"]
-        names = {address: visible(repr(known.get(address, {}).get("name")), 100) for address in addresses}
+        workers = client.scheduler_info(n_workers=-1)["workers"]
+        names = {address: visible(repr(workers.get(address, {}).get("name")), 100) for address in addresses}
         self._names = [f"{name} at {address}" for address, name in names.items()]
 
-    def run(self, model: Any, pieces: dict[str, list[Any]], take: Callable[[Any], None], options: FitOptions) -> None:
+    def run(
+        self, model: Any, pieces: dict[str, list[Any]], keep_model: Callable[[Any], None], options: FitOptions
+    ) -> None:
         tasks: list[Any] = []
         try:
             parts = self._lay(pieces)
@@ -87,12 +89,12 @@ class _Fit:
             try:
                 answers = self._answers(tasks, "fitting")
             except KeyboardInterrupt:
-                self._take_rounds(tasks, take)
+                self._take_rounds(tasks, keep_model)
                 raise
             for _, lost in answers:
                 if lost is not None:
                     raise lost
-            take(answers[0][0])
+            keep_model(answers[0][0])
         finally:
             self._client.cancel(tasks)
             self._client.run(on_worker.end_fit, self._key, workers=self._present(), on_error="ignore")
@@ -105,15 +107,15 @@ class _Fit:
             for name, partitions in pieces.items():
                 run = partitions[len(partitions) * rank // count : len(partitions) * (rank + 1) // count]
                 runs[name] = self._client.compute(run, workers=[address], allow_other_workers=True)
-            place = len(pieces["X"]) * rank // count, bool(pieces["eval_set's X"])
-            parts.append(self._send_to(rank, on_worker.lay_rows, *place, *runs.values()))
+            position = len(pieces["X"]) * rank // count, bool(pieces["eval_set's X"])
+            parts.append(self._send_to(rank, on_worker.lay_rows, *position, *runs.values()))
         return parts
 
     def _send(self, calls: list[tuple[Any, ...]]) -> list[Any]:
         return [self._send_to(rank, *call) for rank, call in enumerate(calls)]
 
-    def _send_to(self, rank: int, function: Any, *given: Any) -> Any:
-        return self._client.submit(function, *given, workers=[self._addresses[rank]], pure=False)
+    def _send_to(self, rank: int, function: Any, *arguments: Any) -> Any:
+        return self._client.submit(function, *arguments, workers=[self._addresses[rank]], pure=False)
 
     def _answers(self, tasks: list[Any], doing: str) -> list[Any]:
         """What the tasks return; where a worker is gone or a task failed, one error, after the others have ended."""
@@ -148,16 +150,16 @@ class _Fit:
     def _let_end(self, tasks: list[Any]) -> None:
         """Wait until the workers that are there have noticed: then they are free for the next fit."""
         until = time.monotonic() + GRACE_S
-        here = set(self._present())
-        waiting = [task for task, address in zip(tasks, self._addresses, strict=False) if address in here]
+        present = set(self._present())
+        waiting = [task for task, address in zip(tasks, self._addresses, strict=False) if address in present]
         while not all(task.done() for task in waiting) and time.monotonic() < until:
             time.sleep(POLL_S)
 
     def _present(self) -> list[str]:
-        known = self._client.nthreads()
-        return [address for address in self._addresses if address in known]
+        workers = self._client.nthreads()
+        return [address for address in self._addresses if address in workers]
 
-    def _take_rounds(self, tasks: list[Any], take: Callable[[Any], None]) -> None:
+    def _take_rounds(self, tasks: list[Any], keep_model: Callable[[Any], None]) -> None:
         """End the fit in all workers; of the first that has complete rounds, take them."""
         self._client.run(on_worker.cancel_fit, self._key, workers=self._present(), on_error="ignore")
         self._let_end(tasks)
@@ -165,7 +167,7 @@ class _Fit:
             if task.status == "finished":
                 fitted, _ = task.result()
                 if hasattr(fitted, "booster_"):
-                    take(fitted)
+                    keep_model(fitted)
                     return
 
 
@@ -263,8 +265,8 @@ class _OnDask:
         return self
 
     def _unfitted(self) -> Any:
-        here: Any = self
-        return self._plain(**here.get_params())
+        estimator: Any = self
+        return self._plain(**estimator.get_params())
 
     def _take(self, fitted: Any) -> None:
         """Everything that `fit` leaves in an estimator."""

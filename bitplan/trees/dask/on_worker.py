@@ -60,9 +60,9 @@ class _CancellableRanks(Ranks):
         self._fit = key
         super().__init__(timeout_s, meeting)
 
-    def sent_for(self, what: str) -> None:
-        super().sent_for(what)
-        if what == "tree" and self._fit in _cancelled:
+    def sent_for(self, label: str) -> None:
+        super().sent_for(label)
+        if label == "tree" and self._fit in _cancelled:
             raise FitCancelledError("the client cancelled the fit")
 
 
@@ -71,10 +71,10 @@ def lay_rows(
 ) -> WorkerRows:
     """This worker's partitions, in their order; `first` is the number of the first among all, for errors."""
     for name, others, of in (("y", y, x), ("sample_weight", weights, x), ("eval_set's y", eval_y, eval_x)):
-        for place, (part, rows) in enumerate(zip(others, of, strict=False)):
+        for index, (part, rows) in enumerate(zip(others, of, strict=False)):
             if len(part) != len(rows):
                 raise TreesError(
-                    f"{name}: partition {first + place} has {len(part)} rows, expected {len(rows)}, as X has; make "
+                    f"{name}: partition {first + index} has {len(part)} rows, expected {len(rows)}, as X has; make "
                     "both from one collection, or rechunk them alike"
                 )
     if has_eval and not eval_x:  # fewer partitions than workers

@@ -57,17 +57,17 @@ def describe(value: Any) -> Any:
     return str(getattr(value, "value", type(value).__name__))  # an enum; a generator of random numbers by its kind
 
 
-def merge_classes(here: Array, shards: Shards) -> Array:
-    """The classes of all processes, sorted; `here` are this one's."""
+def merge_classes(classes: Array, shards: Shards) -> Array:
+    """The classes of all processes, sorted; `classes` are this one's."""
     if shards.count == 1:
-        return here
-    labels = here.tolist()
+        return classes
+    labels = classes.tolist()
     is_text = all(isinstance(label, str) for label in labels)
-    if here.dtype.kind not in LABEL_KINDS or (here.dtype.kind == "O" and not is_text):
+    if classes.dtype.kind not in LABEL_KINDS or (classes.dtype.kind == "O" and not is_text):
         raise TreesError(
-            f"y: labels of type {here.dtype} cannot be sent to other processes; use numbers, truth values or text"
+            f"y: labels of type {classes.dtype} cannot be sent to other processes; use numbers, truth values or text"
         )
-    documents = gather_json({"type": here.dtype.str, "labels": labels}, "classes", shards)
+    documents = gather_json({"type": classes.dtype.str, "labels": labels}, "classes", shards)
     _refuse_other_keys(documents, {"type", "labels"}, {"type", "labels"})
     parts = [_labels(part, rank) for rank, part in enumerate(documents) if part["labels"]]
     if not parts:
@@ -86,7 +86,7 @@ def _labels(part: dict[str, Any], rank: int) -> Array:
     return labels
 
 
-def _refuse_other_keys(documents: list[Any], known: set[str], required: set[str]) -> None:
+def _refuse_other_keys(documents: list[Any], allowed: set[str], required: set[str]) -> None:
     for rank, part in enumerate(documents):
-        if not isinstance(part, dict) or not required <= set(part) <= known:
+        if not isinstance(part, dict) or not required <= set(part) <= allowed:
             raise TreesError(f"distributed fit: rank {rank} sent {part!r:.80}, which is not expected; {SAME_VERSION}")

@@ -75,7 +75,7 @@ def pack(fields: Array, form: WireForm) -> Array:
     if not form.shifts:
         return fields.astype(form.dtype)
     shared = len(form.shifts)
-    word = sum(fields[:, 3 - shared + place] << shift for place, shift in enumerate(form.shifts))
+    word = sum(fields[:, 3 - shared + field] << shift for field, shift in enumerate(form.shifts))
     return np.column_stack([fields[:, : 3 - shared], word]).astype(form.dtype)
 
 
@@ -112,15 +112,15 @@ class HistogramSum:
         forms = [wire_form(self._precision, count + self._more) for count in rows]
         words = [pack(self._fields(one), form) for one, form in zip(histograms, forms, strict=True)]
         for dtype in (np.int32, np.int64):  # what has one type goes in one step
-            places = [place for place, form in enumerate(forms) if form.dtype is dtype]
-            if places:
-                sent = np.concatenate([words[place] for place in places], axis=None)
+            indices = [index for index, form in enumerate(forms) if form.dtype is dtype]
+            if indices:
+                sent = np.concatenate([words[index] for index in indices], axis=None)
                 summed = self._shards.add(sent, "histograms of nodes")
-                ends = np.cumsum([words[place].size for place in places])[:-1]
-                for place, part in zip(places, np.split(summed, ends), strict=True):
-                    words[place] = part.reshape(words[place].shape)
+                ends = np.cumsum([words[index].size for index in indices])[:-1]
+                for index, part in zip(indices, np.split(summed, ends), strict=True):
+                    words[index] = part.reshape(words[index].shape)
         size = max((len(one.cells) // one.words for one in histograms), default=0)  # every one has as many cells
-        return [self._histogram(size, *each) for each in zip(words, forms, rows, strict=True)]
+        return [self._histogram(size, *one_node) for one_node in zip(words, forms, rows, strict=True)]
 
     def _fields(self, histogram: Histogram) -> Array:
         """(cells that are sent, 3)"""

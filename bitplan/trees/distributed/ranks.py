@@ -64,26 +64,26 @@ class Ranks:
         limit = timedelta(seconds=timeout_s)
         self._meet("meeting of all processes", lambda: self._join(limit), 0)
 
-    def add(self, integers: Array, what: str) -> Array:
+    def add(self, integers: Array, label: str) -> Array:
         """Sums, element by element."""
-        return self._all_reduce(integers, dist.ReduceOp.SUM, what)
+        return self._all_reduce(integers, dist.ReduceOp.SUM, label)
 
-    def top(self, numbers: Array, what: str) -> Array:
+    def top(self, numbers: Array, label: str) -> Array:
         """Maxima, element by element."""
-        return self._all_reduce(numbers, dist.ReduceOp.MAX, what)
+        return self._all_reduce(numbers, dist.ReduceOp.MAX, label)
 
-    def gather(self, part: Array, what: str) -> list[Array]:
+    def gather(self, part: Array, label: str) -> list[Array]:
         """The flat arrays of all processes, of any lengths, in their order."""
-        lengths = [size // part.itemsize for size in self._announce(part.nbytes, what)]
+        lengths = [size // part.itemsize for size in self._announce(part.nbytes, label)]
         padded = np.zeros(max(lengths), part.dtype)
         padded[: len(part)] = part
         parts = [torch.empty(len(padded), dtype=torch.from_numpy(padded).dtype) for _ in lengths]
-        self._meet(what, lambda: dist.all_gather(parts, torch.from_numpy(padded), group=self._group), padded.nbytes)
+        self._meet(label, lambda: dist.all_gather(parts, torch.from_numpy(padded), group=self._group), padded.nbytes)
         return [one.numpy()[:length] for one, length in zip(parts, lengths, strict=True)]
 
-    def sent_for(self, what: str) -> None:
-        """What this process put into steps since the last call was for `what`."""
-        self.bytes_sent.setdefault(what, []).append(self._bytes_since)
+    def sent_for(self, label: str) -> None:
+        """What this process put into steps since the last call was for the step `label`."""
+        self.bytes_sent.setdefault(label, []).append(self._bytes_since)
         self._bytes_since = 0
         self._compared.clear()
 
@@ -114,37 +114,37 @@ class Ranks:
         store = dist.PrefixStore(self._place, self._store)  # type: ignore[attr-defined]
         self._group = dist.ProcessGroupGloo(store, self.rank, self.count, options)  # type: ignore[assignment]
 
-    def _all_reduce(self, numbers: Array, how: Any, what: str) -> Array:
+    def _all_reduce(self, numbers: Array, how: Any, label: str) -> Array:
         out = np.array(numbers)  # a copy: torch sums in place
-        if what not in self._compared:  # once a tree: sizes follow from settings and from sums, which all have
-            self._check_same_size(self._announce(out.nbytes, what), what)
-            self._compared.add(what)
-        self._meet(what, lambda: dist.all_reduce(torch.from_numpy(out), how, group=self._group), out.nbytes)
+        if label not in self._compared:  # once a tree: sizes follow from settings and from sums, which all have
+            self._check_same_size(self._announce(out.nbytes, label), label)
+            self._compared.add(label)
+        self._meet(label, lambda: dist.all_reduce(torch.from_numpy(out), how, group=self._group), out.nbytes)
         return out
 
-    def _announce(self, size: int, what: str) -> list[int]:
+    def _announce(self, size: int, label: str) -> list[int]:
         """How many bytes each process brings to a step: gloo ends a process that gets more than it has room for."""
-        own = torch.tensor([zlib.crc32(what.encode()), size])
-        announced = [torch.empty_like(own) for _ in range(self.count)]
-        self._meet(what, lambda: dist.all_gather(announced, own, group=self._group), 16)
+        ours = torch.tensor([zlib.crc32(label.encode()), size])
+        announced = [torch.empty_like(ours) for _ in range(self.count)]
+        self._meet(label, lambda: dist.all_gather(announced, ours, group=self._group), 16)
         sizes = [int(size) for _, size in announced]
         for rank, (step, came) in enumerate(announced):
-            if step != own[0] or not 0 <= came <= MAX_PART_BYTES:
+            if step != ours[0] or not 0 <= came <= MAX_PART_BYTES:
                 raise TreesError(  # `fail` passes it on to the others
-                    f"distributed fit, in step {what!r}: expected from rank {rank} the size of an array for this step, "
-                    f"got {int(came)} bytes for {'this' if step == own[0] else 'another'} one; {SAME_VERSION}"
+                    f"distributed fit, in step {label!r}: expected from rank {rank} the size of an array for this "
+                    f"step, got {int(came)} bytes for {'this' if step == ours[0] else 'another'} one; {SAME_VERSION}"
                 )
         return sizes
 
-    def _check_same_size(self, sizes: list[int], what: str) -> None:
+    def _check_same_size(self, sizes: list[int], label: str) -> None:
         for rank, size in enumerate(sizes):
             if size != sizes[0]:
                 raise TreesError(
-                    f"distributed fit, in step {what!r}: expected {sizes[0]} bytes from rank {rank}, as rank 0 has, "
+                    f"distributed fit, in step {label!r}: expected {sizes[0]} bytes from rank {rank}, as rank 0 has, "
                     f"got {size}; {SAME_VERSION}, with the same columns"
                 )
 
-    def _meet(self, what: str, step: Callable[[], Any], payload_bytes: int) -> None:
+    def _meet(self, label: str, step: Callable[[], Any], payload_bytes: int) -> None:
         self.steps += 1
         self._bytes_since += payload_bytes
         try:
@@ -152,10 +152,10 @@ class Ranks:
         except RuntimeError as error:  # what gloo and the store raise when a connection ends or time is up
             traceback.clear_frames(error.__traceback__)  # they hold the group, and what is held stays connected
             self.close()
-            raise ProcessLostError(self._explain(what, error)) from error
+            raise ProcessLostError(self._explain(label, error)) from error
 
-    def _explain(self, what: str, error: RuntimeError) -> str:
-        where = f"distributed fit, rank {self.rank} of {self.count}, in step {what!r}"
+    def _explain(self, label: str, error: RuntimeError) -> str:
+        where = f"distributed fit, rank {self.rank} of {self.count}, in step {label!r}"
         words = (str(error).strip().splitlines() or [type(error).__name__])[0]
         cause = visible(re.sub(r"^\[\S+\] |\. This is typically.*", "", words), SHOWN_CHARACTERS)  # gloo's own words
         failed, silent, is_store_there = self._call_roll()
@@ -181,12 +181,12 @@ class Ranks:
         """Messages of ranks that failed, ranks that give no answer, and whether the store is there to ask."""
         failed: dict[int, str] = {}
         silent = [rank for rank in range(self.count) if rank != self.rank]
-        here = self._try_store(lambda: self._store.set(self._key("here"), "yes"))
+        is_reached = self._try_store(lambda: self._store.set(self._key("here"), "yes"))
         until = time.monotonic() + ROLL_CALL_S
-        while here and silent and not failed and time.monotonic() < until:
-            here = self._try_store(lambda: self._hear(failed, silent))
+        while is_reached and silent and not failed and time.monotonic() < until:
+            is_reached = self._try_store(lambda: self._hear(failed, silent))
             time.sleep(0.05)
-        return failed, silent, here
+        return failed, silent, is_reached
 
     def _hear(self, failed: dict[int, str], silent: list[int]) -> None:
         for rank in list(silent):
@@ -197,8 +197,8 @@ class Ranks:
             elif self._store.check([self._key("here", rank)]):
                 silent.remove(rank)
 
-    def _key(self, what: str, rank: int | None = None) -> str:
-        return f"{self._place}/{what}/{self.rank if rank is None else rank}"
+    def _key(self, label: str, rank: int | None = None) -> str:
+        return f"{self._place}/{label}/{self.rank if rank is None else rank}"
 
     def _try_store(self, ask: Callable[[], Any]) -> bool:
         """False: the store cannot be reached, which is an answer here and not an error."""

@@ -53,10 +53,10 @@ class Shards(Protocol):
     def rank(self) -> int: ...
     @property
     def count(self) -> int: ...
-    def add(self, integers: Array, what: str) -> Array: ...  # element by element
-    def top(self, numbers: Array, what: str) -> Array: ...  # the largest, element by element
-    def gather(self, part: Array, what: str) -> list[Array]: ...  # flat arrays of one type, of any length
-    def sent_for(self, what: str) -> None: ...  # what was sent since the last call was for this
+    def add(self, integers: Array, label: str) -> Array: ...  # element by element
+    def top(self, numbers: Array, label: str) -> Array: ...  # the largest, element by element
+    def gather(self, part: Array, label: str) -> list[Array]: ...  # flat arrays of one type, of any length
+    def sent_for(self, label: str) -> None: ...  # what was sent since the last call was for this
 
 
 class _Alone:
@@ -64,16 +64,16 @@ class _Alone:
 
     rank, count = 0, 1
 
-    def add(self, integers: Array, what: str) -> Array:
+    def add(self, integers: Array, label: str) -> Array:
         return integers
 
-    def top(self, numbers: Array, what: str) -> Array:
+    def top(self, numbers: Array, label: str) -> Array:
         return numbers
 
-    def gather(self, part: Array, what: str) -> list[Array]:
+    def gather(self, part: Array, label: str) -> list[Array]:
         return [part]
 
-    def sent_for(self, what: str) -> None:
+    def sent_for(self, label: str) -> None:
         """Nothing was sent."""
 
 
@@ -99,24 +99,24 @@ class Span:
         return cls(shards, sum(sizes[: shards.rank]), sum(sizes))
 
 
-def gather_numbers(number: int, what: str, shards: Shards) -> list[int]:
+def gather_numbers(number: int, label: str, shards: Shards) -> list[int]:
     """An int64 of each process, in their order."""
-    parts = shards.gather(np.array([number], np.int64), what)
+    parts = shards.gather(np.array([number], np.int64), label)
     wrong = [rank for rank, part in enumerate(parts) if len(part) != 1]
     if wrong:
         raise BitplanError(
-            f"distributed fit, in step {what!r}: expected one number from rank {wrong[0]}, got {len(parts[wrong[0]])}; "
-            "run the same version of bitplan everywhere"
+            f"distributed fit, in step {label!r}: expected one number from rank {wrong[0]}, "
+            f"got {len(parts[wrong[0]])}; run the same version of bitplan everywhere"
         )
     return [int(part[0]) for part in parts]
 
 
-def gather_json(document: Any, what: str, shards: Shards) -> list[Any]:
+def gather_json(document: Any, label: str, shards: Shards) -> list[Any]:
     """A document of each process, in their order."""
     text = np.frombuffer(json.dumps(document).encode(), np.uint8)
     return [
-        parse_json(part.tobytes(), where=f"distributed fit, in step {what!r}: document of rank {rank}")
-        for rank, part in enumerate(shards.gather(text, what))
+        parse_json(part.tobytes(), where=f"distributed fit, in step {label!r}: document of rank {rank}")
+        for rank, part in enumerate(shards.gather(text, label))
     ]
 
 
@@ -136,10 +136,10 @@ def sum_exactly(parts: Sequence[Array], shards: Shards) -> list[float]:
     sizes = shards.add(np.array([len(part) for part in parts], np.int64), "terms of a sum")
     limbs = np.zeros((len(parts), 2), np.int64)
     widths = [61 - int(size).bit_length() for size in sizes]  # so that a sum stays below 2^61
-    for place, (part, top, bits) in enumerate(zip(parts, tops, widths, strict=True)):
+    for index, (part, top, bits) in enumerate(zip(parts, tops, widths, strict=True)):
         if not 0 < top < math.inf:
             continue
-        limbs[place] = sum(_limbs(part, float(top), bits), start=limbs[place])
+        limbs[index] = sum(_limbs(part, float(top), bits), start=limbs[index])
     limbs = shards.add(limbs, "sums")
     return [
         _joined(int(coarse), int(fine), float(top), bits)
@@ -201,36 +201,36 @@ def find_medians(numbers: Array, weights: Array, groups: Sequence[Array], shards
 
 def find_quantiles(numbers: Array, weights: Array, groups: Sequence[Array], share: float, shards: Shards) -> Array:
     """The same for any share: between two numbers as numpy's quantile has it; with weights, a number that is there."""
-    whole = whole_weights(weights, shards)
+    integers = whole_weights(weights, shards)
     if shards.count == 1:
         return np.array(
-            [sorted_quantile(numbers[rows], whole[rows] if len(whole) else whole, share) for rows in groups]
+            [sorted_quantile(numbers[rows], integers[rows] if len(integers) else integers, share) for rows in groups]
         )
     rows = np.concatenate([np.empty(0, np.int64), *groups]).astype(np.int64)
     group = np.repeat(np.arange(len(groups)), [len(part) for part in groups])
     keys = _ordered(numbers[rows])
-    is_weighted = bool(shards.top(np.array([float(len(whole) > 0)]), "use of weights")[0])  # an empty shard has none
-    each = whole[rows] if len(whole) else np.ones(len(rows), np.int64)
+    is_weighted = bool(shards.top(np.array([float(len(integers) > 0)]), "use of weights")[0])  # an empty shard has none
+    row_weights = integers[rows] if len(integers) else np.ones(len(rows), np.int64)
     totals = np.zeros(len(groups), np.int64)
-    np.add.at(totals, group, each)
+    np.add.at(totals, group, row_weights)
     totals = shards.add(totals, "weight of each group")
     if is_weighted:
-        return _select(keys, group, each, _weight_below(totals, share), shards)
-    place = (totals - 1) * share
-    below = np.floor(place).astype(np.int64)
-    lower = _select(keys, group, each, below + 1, shards)
-    upper = _select(keys, group, each, np.minimum(below + 2, totals), shards)
-    return _between(lower, upper, place - below)
+        return _select(keys, group, row_weights, _weight_below(totals, share), shards)
+    position = (totals - 1) * share
+    below = np.floor(position).astype(np.int64)
+    lower = _select(keys, group, row_weights, below + 1, shards)
+    upper = _select(keys, group, row_weights, np.minimum(below + 2, totals), shards)
+    return _between(lower, upper, position - below)
 
 
 def sorted_quantile(numbers: Array, weights: Array, share: float = 0.5) -> float:
     """The quantile of one process's numbers; weights are integers, or none."""
     if not len(weights):
-        place = (len(numbers) - 1) * share
-        below = math.floor(place)
+        position = (len(numbers) - 1) * share
+        below = math.floor(position)
         above = min(below + 1, len(numbers) - 1)
         ordered = np.partition(numbers, [below, above])
-        return float(_between(ordered[below], ordered[above], np.array(place - below)))
+        return float(_between(ordered[below], ordered[above], np.array(position - below)))
     order = np.argsort(numbers, kind="stable")
     reached = np.cumsum(weights[order])
     return float(numbers[order][np.searchsorted(reached, _weight_below(reached[-1], share))])
@@ -268,17 +268,17 @@ def _number(keys: Array) -> Array:
     return np.where(keys & SIGN, keys ^ SIGN, ~keys).view(np.float64)
 
 
-def _select(keys: Array, group: Array, weights: Array, wanted: Array, shards: Shards) -> Array:
-    """For each group the smallest number at which `wanted` of its weight is reached."""
-    groups, begin = len(wanted), np.zeros(len(wanted), np.uint64)
+def _select(keys: Array, group: Array, weights: Array, goals: Array, shards: Shards) -> Array:
+    """For each group the smallest number at which `goals` of its weight is reached."""
+    groups, begin = len(goals), np.zeros(len(goals), np.uint64)
     for shift in range(56, -1, -8):
         table = np.zeros(groups * 256, np.int64)
         byte = (keys >> np.uint64(shift) & np.uint64(255)).astype(np.int64)
         np.add.at(table, group * 256 + byte, weights)
         reached = np.cumsum(shards.add(table, STEP).reshape(groups, 256), axis=1)
-        chosen = np.argmax(reached >= wanted[:, None], axis=1)
+        chosen = np.argmax(reached >= goals[:, None], axis=1)
         below = np.where(chosen > 0, reached[np.arange(groups), chosen - 1], 0)
-        wanted, begin = wanted - below, begin << np.uint64(8) | chosen.astype(np.uint64)
+        goals, begin = goals - below, begin << np.uint64(8) | chosen.astype(np.uint64)
         within = byte == chosen[group]
         keys, group, weights = keys[within], group[within], weights[within]
     return _number(begin)
