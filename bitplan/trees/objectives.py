@@ -162,9 +162,9 @@ class Multiclass:
         return np.log(np.maximum(shares, 1e-15))
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
-        given = Cut(y), Cut(np.ascontiguousarray(scores.T), axis=1), Cut(weights) if len(weights) else weights
+        columns = Cut(y), Cut(np.ascontiguousarray(scores.T), axis=1), Cut(weights) if len(weights) else weights
         results = Cut(grads, axis=1), Cut(hess, axis=1)
-        run_pieces(trees_gradients.softmax, len(y), GRADIENT_NS * self.outputs, *given, *results)
+        run_pieces(trees_gradients.softmax, len(y), GRADIENT_NS * self.outputs, *columns, *results)
 
     def mean(self, scores: Array) -> Array:
         powers: Array = np.exp(scores - scores.max(axis=1, keepdims=True))
@@ -195,18 +195,18 @@ class Custom(OneScore):
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         if not len(y):  # a process without rows
             return
-        given = scores[:, 0].copy() if self.outputs == 1 else scores.copy()
-        returned = self._function(y, given)
+        own_scores = scores[:, 0].copy() if self.outputs == 1 else scores.copy()
+        returned = self._function(y, own_scores)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
-        if not is_pair or any(np.shape(part) != given.shape for part in returned):
-            size = " x ".join(map(str, given.shape))
+        if not is_pair or any(np.shape(part) != own_scores.shape for part in returned):
+            size = " x ".join(map(str, own_scores.shape))
             raise TreesError(
                 f"custom objective: expected (gradients, hessians), two arrays of {size} numbers, got {returned!r:.80}"
             )
         factor = weights if len(weights) else 1.0
         with np.errstate(over="ignore"):  # what becomes infinite is refused by row, in `largest`
-            for held, part in zip((grads, hess), returned, strict=True):
-                held[:] = np.asarray(part).T * factor
+            for target, part in zip((grads, hess), returned, strict=True):
+                target[:] = np.asarray(part).T * factor
 
     def mean(self, scores: Array) -> Array:
         return scores[:, 0] if self.outputs == 1 else scores

@@ -272,7 +272,7 @@ class CudaTreeGrower(TreeGrower):
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _find_splits(self, judge: TorchJudge, bounds: Array) -> None:
+    def _find_splits(self, torch_judge: TorchJudge, bounds: Array) -> None:
         """What the kernels do not judge, from the histograms: into the result, and sets of categories to the host."""
         table = self._host_table.numpy()[:-1]
         small, large = table[:, waves.SMALL_SLOT], table[:, waves.LARGE_SLOT]
@@ -292,7 +292,7 @@ class CudaTreeGrower(TreeGrower):
         ends = np.concatenate([bounds[small_rows, 0], bounds[pairs, 1]])
         nodes = Nodes(cells, allowed, torch.from_numpy(ends).to(self._device))
         grad_scale, hess_scale = self._scales.tolist()
-        result, sets = judge.find(nodes, (grad_scale, hess_scale))
+        result, sets = torch_judge.find(nodes, (grad_scale, hess_scale))
         self._result.view(-1, waves.RESULT)[torch.from_numpy(rows).to(self._device)] = result
         if self._has_categories:
             self._found_sets = np.zeros((2 * self._wave, kernels.BINS), np.uint8)

@@ -42,7 +42,7 @@ class _Found:
     """Of each node and column the best split."""
 
     gain: Tensor  # 0: there is none
-    place: Tensor
+    cut: Tensor
     turn: Tensor  # 1: with the missing rows; of categories: from the end
     left: Tensor  # (N, C, 3) sums
 
@@ -85,7 +85,7 @@ class TorchJudge:
                 splits = self._best_of_sets(some_nodes, order, used, total, before, scales)
             else:
                 splits = self._best_of_numbers(some_nodes, chosen, total, before, scales)
-            gain[:, chosen], cut[:, chosen], turn[:, chosen] = splits.gain, splits.place, splits.turn
+            gain[:, chosen], cut[:, chosen], turn[:, chosen] = splits.gain, splits.cut, splits.turn
             left_sums[:, chosen] = splits.left
         best = gain.amax(1)
         # of equal gains the lowest column: argmax of a GPU may take any
@@ -222,7 +222,7 @@ def _better(first: _Found, second: _Found) -> _Found:
     use = second.gain > first.gain
     return _Found(
         torch.where(use, second.gain, first.gain),
-        torch.where(use, second.place, first.place),
+        torch.where(use, second.cut, first.cut),
         use.long(),
         torch.where(use[..., None], second.left, first.left),
     )
