@@ -47,7 +47,7 @@ class ProcessLostError(BitplanError, RuntimeError):
 
 
 class Shards(Protocol):
-    """All processes of one fit, in one order; `what` names the step in errors."""
+    """All processes of one fit, in one order; `label` names the step in errors."""
 
     @property
     def rank(self) -> int: ...
