@@ -452,7 +452,7 @@ class ReportLog(JsonLog):
         empty = Report(fingerprint, recipe, (), model, settings, str(path))
         head = empty.head()
         report_of(head, [], where=str(path))  # checks that the head can be read back, before the work
-        super().__init__(path, _FIRST_BYTES, what="report of the layer benchmark", head=head, error=BenchReportError)
+        super().__init__(path, _FIRST_BYTES, noun="report of the layer benchmark", head=head, error=BenchReportError)
         with on_failure(self.close):
             self.rows, self.finished = self._resume(head)
         self.done = {row.key for row in self.rows}
@@ -475,7 +475,7 @@ class ReportLog(JsonLog):
 
     def _resume(self, mine: Mapping[str, Any]) -> tuple[list[Row], bool]:
         """The rows in the file, and whether the report is finished."""
-        head, rows, finished = split_report(read_bytes(self.path, what="report"), where=str(self.path))
+        head, rows, finished = split_report(read_bytes(self.path, noun="report"), where=str(self.path))
         begun = report_of(head, rows, where=str(self.path))
         for key, theirs in begun.head().items():
             if theirs != mine[key]:
@@ -500,7 +500,7 @@ def fingerprint_of(device: torch.device) -> Fingerprint:
         stated = describe_gpu(torch.cuda.get_device_name(device))
         gpu, driver, triton = stated["gpu"], stated["driver"], stated["triton"]
     else:
-        gpu, driver, triton = EMULATED, "none", version_of("triton")
+        gpu, driver, triton = EMULATED, "none", version_of("triton") or "none"
     return Fingerprint(gpu, driver, str(torch.__version__), triton, __version__, commit())
 
 
