@@ -178,7 +178,7 @@ def _exchanged(first: Path, second: Path) -> bool:
 
 
 def _rename_both(new: Path, target: Path) -> None:
-    """In two steps: the old folder makes room first, for no folder can be renamed onto one that is not empty."""
+    """Exchange in two steps: the old folder makes room first, for none can be renamed onto one that is not empty."""
     aside = target.with_name(f".{target.name}.{secrets.token_hex(6)}.replaced")
     try:
         os.rename(target, aside)
@@ -260,7 +260,7 @@ class _FolderLock:
     _descriptor: int | None = None
 
     def __init__(self, folder: Path, *, wait: bool = True) -> None:
-        """Another process may give the name to another folder meanwhile; without `wait` that is an error."""
+        """Lock the folder of this name; where another process holds it and `wait` is false, that is an error."""
         while sys.platform != "win32":
             self._descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             if lock(self._descriptor) and is_at(self._descriptor, folder):

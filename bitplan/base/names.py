@@ -219,7 +219,7 @@ def _name_of_old_part(package: str, name: str) -> Any:
 
 
 def keywords_in(kind: type, *, written: str = "") -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-    """For a function whose keywords have become fields of `options`, a dataclass: it takes them still, and warns.
+    """Decorates a function whose keywords have become fields of `options`, a dataclass: it takes them still, and warns.
 
     written    what the warning calls the options' class, if not by its name
     """

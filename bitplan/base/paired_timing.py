@@ -74,7 +74,7 @@ class Peers:
         return status
 
     def slowest(self, samples_ms: Sequence[float]) -> list[float]:
-        """For each sample the time of the slowest process: a step ends when the last process does."""
+        """The time of the slowest process for each sample: a step ends when the last process does."""
         return list(samples_ms)
 
 

@@ -402,7 +402,7 @@ def _limits(fmt: Format, matrix: Tensor, rule: ScaleRule, percentile: float) -> 
 def _search(
     fmt: Format, matrix: Tensor, exact_scales: Tensor, base: Tensor | None, importance: Tensor | None
 ) -> Tensor:
-    """For each block, the multiple of its absmax scale with the least (weighted) squared error."""
+    """Each block's multiple of its absmax scale with the least (weighted) squared error."""
     best_error = torch.full(exact_scales.shape, torch.inf, dtype=torch.float64, device=exact_scales.device)
     best = exact_scales.clone()
     for multiple in fmt.mse_multiples:

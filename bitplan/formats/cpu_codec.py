@@ -271,7 +271,7 @@ def encode_mxfp4(words, data, scales):
 
 @compiled
 def encode_mxfp4_gguf(words, data, scales, rounds_up):
-    """As ggml: ties towards zero, no -0; from the word rounds_up[exponent] on, its logarithm is rounded up."""
+    """Encode as ggml: ties towards zero, no -0; from the word rounds_up[exponent] on, its logarithm is rounded up."""
     tops = np.empty(STRIP, U32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
@@ -679,7 +679,7 @@ def _encode_mxfp4_gguf(words: Array, codes: Array, scales: Array) -> int:
 
 @functools.cache
 def _rounds_up() -> Array:
-    """For each float32 exponent, the first word that ggml's rounded logarithm lifts to the next binade."""
+    """The first word for each float32 exponent that ggml's rounded logarithm lifts to the next binade."""
     fmt = get_format("mxfp4_gguf")
     ends = torch.arange(1, 256, dtype=torch.int32) << 23
     near = (ends.unsqueeze(1) - torch.arange(NEAR_THE_END, 0, -1, dtype=torch.int32)).view(torch.float32)

@@ -35,7 +35,7 @@ class ErrorReport:
     bytes_per_weight: float
 
     def to_dict(self) -> dict[str, str | int | float | None]:
-        """For JSON, which has neither infinity nor NaN: an exact tensor's SQNR is null."""
+        """The report for JSON, which has neither infinity nor NaN: an exact tensor's SQNR is null."""
         return {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in asdict(self).items()

@@ -149,7 +149,7 @@ def _misfits(fmt: Format, exact_scales: Tensor, stored: Tensor) -> tuple[Tensor,
 
 
 def _reach(fmt: Format) -> float:
-    """By how much a fresh scale may exceed the kept one before numbers clip."""
+    """The factor by which a fresh scale may exceed the kept one before numbers clip."""
     assert fmt.element is not None
     if fmt.power_of_two_scales:
         return 1.0
@@ -168,7 +168,7 @@ def _base_moves(fmt: Format, scales: BasedScales, exact_scales: Tensor, base: Te
 
 
 def _requantize_affine(encoded: Encoded, matrix: Tensor, step: Tensor, zero: Tensor) -> tuple[Encoded, DriftCounts]:
-    """One scale and zero point: kept while the range that a fresh encode covers lies within the codes."""
+    """Encode by one scale and zero point, kept while the range that a fresh encode covers lies within the codes."""
     fmt, element = encoded.fmt, encoded.fmt.element
     assert element is not None
     assert fmt.scales is not None

@@ -27,7 +27,7 @@ def _cast(name: str, dtype: str, text: str) -> Format:
 def _scaled(
     element: Element, name: str, text: str, packing: Packing | None = None, rule: ScaleRule = "absmax"
 ) -> Format:
-    """One scale for the whole tensor, codes packed in the bit order of poly's network JSON."""
+    """A format of one scale for the whole tensor, codes packed in the bit order of poly's network JSON."""
     wide = element.bits >= 32 and "int" in element.name
     return Format(
         name,

@@ -125,7 +125,7 @@ def scale_flags(fmt: Format, scales: Tensor, base: Tensor | None) -> ScaleFlags:
 
 
 def scales_at_an_end(fmt: Format, scales: Tensor, base: Tensor | None) -> Tensor:
-    """Where `scale_flags` has any flag, by bit patterns alone: many times faster, for the scales of a whole file."""
+    """Which scales have any flag of `scale_flags`, by bit patterns alone: many times faster, for whole files."""
     low, high, magnitudes = _edges(fmt, scales)
     at_an_end = (magnitudes <= low) | (magnitudes >= high)
     return at_an_end if base is None else at_an_end | ~(base.isfinite() & (base != 0))
@@ -177,7 +177,7 @@ def block_flags(encoded: Encoded) -> BlockFlags:
 
 
 def _flags_of_blocks(fmt: GgufBlocks, encoded: Encoded, grid: tuple[int, int]) -> BlockFlags:
-    """For blocks that hold their own scales: which have non-finite float16 numbers; codes are not counted."""
+    """Which blocks, of those that hold their own scales, have non-finite float16 numbers; codes are not counted."""
     halves = fmt.stored_scales(encoded.data)
     nan, infinite = halves.isnan().any(dim=1).reshape(grid), halves.isinf().any(dim=1).reshape(grid)
     none, counts = torch.zeros_like(nan), torch.zeros(grid, dtype=torch.int32, device=encoded.device)

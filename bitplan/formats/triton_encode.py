@@ -55,7 +55,7 @@ NIBBLE_GROUPS = Launch(numbers=4096, warps=4, vector=32)  # one thread, one grou
 
 
 def encode_rows(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
-    """One float32 scale per row: int8_row, fp8_e4m3_row."""
+    """Encode with one float32 scale per row: int8_row, fp8_e4m3_row."""
     data, scales = _empty_parts(matrix_RC, fmt)
     if not matrix_RC.numel():
         return data, scales.zero_()
@@ -85,7 +85,7 @@ def _rows_launch(shape: tuple[int, int], fmt: Format, element: str, source: str,
 
 
 def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
-    """One byte per number, scales per group: int8_g128, mxfp8_e4m3, q8_0_gguf."""
+    """Encode one byte per number, with scales per group: int8_g128, mxfp8_e4m3, q8_0_gguf."""
     launch = launch or BYTE_GROUPS
     constants = _constants(matrix_RC, fmt) | {"SCALE": scale_name(fmt), "GROUP": fmt.block.cols}
     constants["VECTOR"] = launch.vector or 16

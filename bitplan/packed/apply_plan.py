@@ -193,7 +193,7 @@ class AppliedPlan:
         return sum(change.bytes_after for change in self.changes)
 
     def lines(self) -> list[str]:
-        """One line per tensor."""
+        """A line of text for each tensor."""
         changed = [
             f"{one.name}: {one.before} -> {one.after}, {one.bytes_before} -> {one.bytes_after} bytes ({one.reason})"
             for one in self.changes

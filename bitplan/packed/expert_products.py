@@ -177,7 +177,7 @@ def looped_product(
 
 
 def looped_rows(rows: Tensor, bias: Tensor | None, routes: Routes, numbers: Numbers, outputs: int) -> Tensor:
-    """The same, without a gradient."""
+    """`looped_product` without a gradient."""
     out = rows.new_empty((rows.shape[0], outputs))
     for expert, start, stop in routes.groups.spans:
         matrix = numbers(expert, rows.dtype)

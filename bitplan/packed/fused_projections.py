@@ -148,7 +148,7 @@ class JointProjection:
             self._begin()
 
     def part(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
-        """This layer's product with x; None where it has to run by itself."""
+        """The product of one of the joined layers with x; None where it has to run by itself."""
         if is_grad_enabled() and x.requires_grad:
             return None
         compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag  # as in QuantLinear.forward

@@ -48,7 +48,7 @@ def _function(key: Key) -> str:
 
 
 def _present(names: Sequence[str], tensors: Sequence[Any]) -> tuple[str, list[Any]]:
-    """The names of tensors that are not None, and these."""
+    """The names of the tensors that are not None, joined, and these tensors."""
     present = [(name, tensor) for name, tensor in zip(names, tensors, strict=True) if tensor is not None]
     return " ".join(name for name, _ in present), [tensor for _, tensor in present]
 

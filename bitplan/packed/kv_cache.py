@@ -99,7 +99,7 @@ class _JoinedLayer(_PackedLayer):
         return int(self._rows.tokens) if self._rows is not None else int(super().get_seq_length())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Any, Any]:
-        """As of any layer; one token gets the cache itself where the kernels can read it."""
+        """Hold these tokens; one token gets the cache itself where the kernels can read it."""
         from bitplan.packed import kv_attention
 
         width, same = key_states.shape[-1], key_states.shape == value_states.shape

@@ -68,7 +68,7 @@ def find_lacks(
     missing: Collection[tuple[str, str]],
     cpu_flags: Collection[str] | None,
 ) -> list[Lack]:
-    """What is missing: hardware first, then libraries.
+    """What this machine lacks: hardware first, then libraries.
 
     has_cuda_libraries  gigabytes that torch's CUDA build brings along
     packed_refused    why the CPU's products with packed weights do not run here
@@ -420,7 +420,7 @@ def _crossover_cache() -> Cache:
 
 
 def _next_steps(libraries: Sequence[Library], has_gpu: bool) -> list[str]:
-    """One command for each thing that is missing, most needed first; then what to try."""
+    """A command for each thing that is missing, most needed first; then what to try."""
     steps = [f"{library.name}: {library.problem}" for library in libraries if library.problem]
     missing: dict[str, list[str]] = {}
     for name, extra in _missing(libraries):

@@ -86,7 +86,7 @@ def is_transformed() -> bool:
 
 
 def refuse_transforms(where: str) -> None:
-    """Refuse those that torch has no rule for; vmap has one."""
+    """Refuse transforms of torch.func for which there is no rule here; vmap has one."""
     functorch = torch._C._functorch
     other = [transform.key() for transform in functorch.get_interpreter_stack() or () if transform.key() != _VMAP]
     if other or forward_ad._current_level >= 0:

@@ -425,7 +425,7 @@ class QuantLinear(nn.Module):
             raise LayerError(f"{self.name}: the input lies on {x.device}, the weight on {device}; move one")
 
     def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> Pick:
-        """As `choose`, decided once for every power of two of rows, as crossovers are measured."""
+        """The pick of `choose`, decided once for every power of two of rows, as crossovers are measured."""
         weight, cache, strategy = self.weight, self.cache, self.strategy
         bucket = 1 << max(0, rows - 1).bit_length()
         is_kept = strategy in ("auto", "fused") and type(weight.data) is Tensor and not is_capturing(weight.device)

@@ -45,7 +45,7 @@ class _GiveCache:
 
 
 def round_kv(model: nn.Module, formats: KVFormats | str | None) -> None:
-    """From now on a language model keeps keys and values in formats, in every call but in training; None: as they are.
+    """Let a language model keep keys and values in formats, in every call but in training; None: as they are.
 
     Caches that `generate` or a caller makes are changed when they come in empty; one that holds tokens already stays.
     """

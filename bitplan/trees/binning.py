@@ -36,7 +36,7 @@ CACHE_LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class Bins:
-    """For each column of bins the upper limits of its bins but the last, or its categories; its feature."""
+    """The bins: for each column of them the upper limits of its bins but the last, or its categories; its feature."""
 
     edges: tuple[Array, ...]
     is_category: Array
@@ -172,7 +172,7 @@ def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
 
 
 def _in_groups(limits: Array, kind: Any) -> Array:
-    """As `trees.loops.rows` wants them. For float32 the largest that are not above: numbers lie on the same sides."""
+    """Limits as `trees.loops.rows` wants them: for float32 the largest not above, so that numbers keep their sides."""
     with np.errstate(over="ignore"):  # limits of other processes' float64
         rounded = limits.astype(kind)
         rounded = np.where(rounded > limits, np.nextafter(rounded, kind(-np.inf)), rounded)

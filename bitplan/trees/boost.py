@@ -84,7 +84,7 @@ class Rows:
 
 
 def with_weight(rows: Rows) -> Rows:
-    """Without the rows of weight zero: they must not count in bins or leaves either."""
+    """The rows but those of weight zero: these must not count in bins or leaves either."""
     if not len(rows.weights) or rows.weights.all():
         return rows
     return rows.at(rows.weights > 0)
@@ -225,7 +225,7 @@ def _grower_of(settings: BoostSettings, shards: Shards) -> type[TreeGrower]:
 
 
 def _compiling(device: str) -> AbstractContextManager[None]:
-    """Where a GPU's kernels compile side by side."""
+    """A block in which a GPU's kernels compile side by side."""
     if device == "cpu":
         return nullcontext()
     from bitplan.base.loops.launch import compiling_together
@@ -247,7 +247,7 @@ def _binned(x: Array | TablePieces, bins: Bins, objective: Objective, settings: 
 def _scores_of(
     rows: Rows, objective: Objective, settings: BoostSettings, grower: TreeGrower, scores: Array, span: Span
 ) -> RowScores:
-    """Where scores are kept: on the GPU if trees grow there, and it knows the objective's gradients."""
+    """The scores where they are kept: on the GPU if trees grow there, and it knows the objective's gradients."""
     if settings.device == "cuda":
         from bitplan.trees.cuda.grower import CudaTreeGrower
         from bitplan.trees.cuda.scores import CudaScores, has_gradients
@@ -329,7 +329,7 @@ class _Trainer:
             return self._tree(of, *arguments)
 
     def _tree(self, of: tuple[TreeGrower, int], number: int, used: Array | range, unused: Array, rate: float) -> Tree:
-        """By this grower, for this output."""
+        """A tree for this output, grown by this grower."""
         grower, output = of
         drawn_by = np.array([self._settings.seed, number, output], np.uint32)  # a list takes longer
         words = np.random.SeedSequence(drawn_by).generate_state(2, np.uint64)

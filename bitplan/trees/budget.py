@@ -89,7 +89,7 @@ class Search:
         self.trials: list[SettingsTrial] = []
 
     def run(self, settings: dict[str, Any], count: int, deadline: float, rounds: int = MOST_ROUNDS) -> SettingsTrial:
-        """One trial on `count` rows, recorded; it ends at the deadline, after at least one round."""
+        """Run a trial on `count` rows, recorded; it ends at the deadline, after at least one round."""
         rows = self._rows if count == len(self._order) else self._rows.at(np.sort(self._order[:count]))
         usual = {"learning_rate": TRIAL_RATE, "gradient_precision": GradientPrecision.I16.value}
         always = {

@@ -3,7 +3,7 @@
 The number of a category is its place among the sorted categories that `fit` saw, in all processes; `predict` looks
 values up, whatever the column's own numbering is. A value that `fit` did not see is missing, and goes with the rest.
 
-Settings that go by feature: which are categorical, which are monotone. Features go by name or by place.
+Settings go by feature, too: which are categorical, which are monotone. A feature is named or numbered.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def feature_place(where: str, name: Any, names: Sequence[Any], features: int) ->
 
 
 def monotone_signs(constraints: Any, names: Sequence[Any], features: int) -> Array:
-    """-1, 0 or 1 for each feature."""
+    """The monotone constraint of each feature: -1, 0 or 1."""
     if constraints is None:
         return np.zeros(features, np.int64)
     if isinstance(constraints, dict):
@@ -58,7 +58,7 @@ def monotone_signs(constraints: Any, names: Sequence[Any], features: int) -> Arr
 
 
 def interaction_groups(constraints: Any, names: Sequence[Any], features: int) -> Array | None:
-    """For each feature a bit for every group it is in; features that no group names are a group of their own."""
+    """A bit for every group that a feature is in, by feature; features that no group names are a group of their own."""
     if constraints is None:
         return None
     is_list = isinstance(constraints, (list, tuple)) and all(

@@ -98,13 +98,13 @@ def targets_of(y: Array) -> Array:
 
 
 def refuse_masked(name: str, values: Any) -> None:
-    """A masked array keeps numbers under its mask, which nobody means."""
+    """Refuse a masked array: it keeps numbers under its mask, which nobody means."""
     if np.ma.is_masked(values):
         raise TreesError(f"{name}: {np.ma.count_masked(values)} of its numbers are masked; leave those rows out")
 
 
 def refuse_missing_targets(y: Array) -> None:
-    """None among labels, which scikit-learn cannot sort."""
+    """Refuse None among labels, which scikit-learn cannot sort."""
     if y.dtype.kind != "O":
         return
     row = next((row for row, label in enumerate(y) if is_missing(label)), None)

@@ -76,7 +76,7 @@ class Initial:
 
 
 def initial_of(model: Any, *, is_own: bool) -> Initial | None:
-    """None: there is nothing to begin with."""
+    """The trees to begin with; None where there are none."""
     if model is None:
         return None
     if isinstance(model, FittedTrees):

@@ -3,9 +3,9 @@
 Parameters are checked when `fit` is called, by name; fitted state ends in an underscore. `n_jobs` says how many threads
 `fit` and predictions use, `device` where trees grow; neither changes a result.
 
-Callbacks: functions of the user's, called after each round, which may end the fit.
+Callbacks are functions of the user's, called after each round, which may end the fit.
 
-A progress bar over rounds, for people who wait: rich's, on standard error, and only when asked for.
+`round_bar` shows rich's progress bar over rounds, on standard error, and only when asked for.
 
 `eval_set`: one pair (X, y), or several of them.
 """
@@ -563,7 +563,7 @@ class BoostedTreesBase(FittedTrees):
         return GradientPrecision(one_of("gradient_precision", str(self.gradient_precision).lower(), names))
 
     def _categorical(self, features: int) -> Array:
-        """By the setting, and the columns of categories that are no numbers."""
+        """Which features are categorical: by the setting, and columns of categories that are no numbers."""
         is_category = category_flags(self.categorical_features, self._names(), features)
         is_category[list(self.categories_)] = True
         return is_category

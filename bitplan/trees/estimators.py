@@ -1,6 +1,6 @@
 """`BoostedTreesClassifier` and `BoostedTreesRegressor`: scikit-learn's conventions over `boost`.
 
-Weights of classes, multiplied into those of rows.
+`class_weights` multiplies weights of classes into those of rows.
 """
 
 from __future__ import annotations

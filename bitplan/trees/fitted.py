@@ -34,8 +34,8 @@ ROWS_AT_ONCE = 256
 
 
 def contributions(booster: Booster, x: Array) -> Array:
-    """(rows, (features + 1) * outputs), as LightGBM's `pred_contrib`: for each output what each feature adds to its raw
-    score, then the mean raw score of the training rows. A row's numbers sum to its raw score."""
+    """Contributions, (rows, (features + 1) * outputs), as LightGBM's `pred_contrib`: for each output what each feature
+    adds to its raw score, then the mean raw score of the training rows. A row's numbers sum to its raw score."""
     width = booster.features + 1
     out = np.zeros((len(x), booster.outputs, width))
     out[:, :, -1] = booster.start
@@ -58,7 +58,7 @@ def contributions(booster: Booster, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Paths:
-    """For each leaf its parts, for each part its steps, in the order of `add_contributions`."""
+    """The parts of each leaf and the steps of each part, in the order of `add_contributions`."""
 
     arrays: tuple[Array, Array, Array, Array, Array, Array]
 
@@ -180,7 +180,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         return model
 
     def apply(self, X: Any) -> Array:
-        """(rows, trees): the number of the leaf that each row comes to; of several classes a round has a tree for each,
+        """The number of the leaf that each row comes to, (rows, trees); of several classes a round has a tree for each,
         in their order. As LightGBM's `pred_leaf`."""
         check_is_fitted(self)
         table, trees = np.asarray(self._read(X)), self.booster_.trees
@@ -235,7 +235,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         return scores
 
     def _scores_there(self, x: Any) -> Array | None:
-        """Those of a table on a GPU, computed there; None: the host reads it, and says what is wrong with it."""
+        """Raw scores of a table on a GPU, computed there; None: the host reads it, and says what is wrong with it."""
         table = None if type(x) is np.ndarray else on_device(x)
         if table is None or not self.booster_.trees or self.categories_ or hasattr(self, "feature_names_in_"):
             return None

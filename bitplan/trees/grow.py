@@ -58,7 +58,7 @@ class GrowthRules:
 
     @cached_property
     def numbers(self) -> Array:
-        """In the order of `trees.loops.split`."""
+        """The rules as numbers, in the order of `trees.loops.split`."""
         return np.array(
             [
                 self.l1,
@@ -155,7 +155,7 @@ class TreeGrower:
         return grower
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
-        """One tree from `rows` and the features it may use."""
+        """Grow one tree from `rows` and the features it may use."""
         self._scales[:] = gradients.grad_scale, gradients.hess_scale
         columns = self._choose_columns(features)
         packs = len(self._by_kind[0]) > 0 and self._can_pack(gradients)
@@ -176,7 +176,7 @@ class TreeGrower:
         return self._columns
 
     def _grow_with_others(self, gradients: Gradients, features: Array, _packs: bool = False) -> Grown:
-        """By all processes, whose histograms are summed."""
+        """Grow by all processes, whose histograms are summed."""
         numbers = self._by_feature, self._scales, self._numbers
         self._judging = features, *numbers, self._bins.is_category, self._monotone, self._judging_parts
         self._builder = HistogramBuilder(self._data, gradients, features)
@@ -194,7 +194,7 @@ class TreeGrower:
         return self._finish(growth)
 
     def _grow_by_team(self, gradients: Gradients, features: Array, packs: bool) -> Grown:
-        """By a team of threads, in compiled code from the root to the last leaf."""
+        """Grow by a team of threads, in compiled code from the root to the last leaf."""
         precise, rows = gradients.precision is GradientPrecision.F32, len(self._entries)
         leaves = min(self._rules.max_leaves, max(rows, 1))
         if self._team_growth is None or len(self._team_growth.leaves) != leaves:
@@ -212,7 +212,7 @@ class TreeGrower:
         return self._finish(growth)
 
     def _expand_together(self, nodes: list[int]) -> None:
-        """The same for several nodes and processes: one step for the sums of all."""
+        """Expand several nodes, with rows in several processes: one step for the sums of all."""
         growth = self._growth
         divided = [(node, *self._divide(node, threads=growth.size(node) >= THREADS_FROM_ROWS)) for node in nodes]
         counted = [(node, small, histogram) for node, small, histogram in divided if histogram is not None]
@@ -262,7 +262,7 @@ class TreeGrower:
         return (extra == 0 or 1 / limit < extra < limit) and 0 < unit < math.inf
 
     def _partition(self, node: int) -> int:
-        """By all threads; how many rows went left."""
+        """Partition a node's rows by all threads; returns how many went left."""
         growth = self._growth
         start, stop, feature = growth.nodes[node, [kernels.START, kernels.STOP, kernels.FEATURE]].tolist()
         size, entries, spare = stop - start, self._entries[start:stop], self._spare[start:stop]
@@ -317,7 +317,7 @@ class TreeGrower:
         return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins)
 
     def _category_sets(self, columns: Array, left_bins: Array) -> tuple[Array | None, ...]:
-        """By node: None, or the categories that go left."""
+        """The categories that go left at each node; None where it splits no categories."""
         sets: list[Array | None] = [None] * len(columns)
         for node in np.flatnonzero(self._bins.is_category[columns]) if self._has_categories else ():
             categories = self._bins.edges[columns[node]]

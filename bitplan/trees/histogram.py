@@ -34,7 +34,7 @@ class Histogram:
     words: int
 
     def sums(self, feature: int) -> Array:
-        """(256, 3): gradient, hessian and rows of each bin, as integers."""
+        """Gradient, hessian and rows of each bin, as integers: (256, 3)."""
         first = feature * BINS * self.words
         *grads, last = self.cells[first : first + BINS * self.words].reshape(BINS, self.words).T
         if self.words == WIDE:

@@ -108,7 +108,7 @@ def _from_text(text: str, where: str) -> BoostedTrees:
 
 
 def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
-    """With its features, which parameters may name, and its classes."""
+    """The estimator of a document, with its features, which parameters may name, and its classes."""
     kind, parameters, features = _KINDS[document["kind"]], document["parameters"], document["features"]
     defaults = kind().get_params()
     later = LATER_PARAMETERS | ({"objective"} if defaults.get("objective") is None else set())

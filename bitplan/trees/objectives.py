@@ -216,7 +216,7 @@ class Custom(OneScore):
 
 
 class CustomOfClasses(Custom):
-    """The same for classes: scores are read as those of the objective that classes have else, for probabilities."""
+    """A custom objective for classes: its scores become probabilities as those of the objective without it do."""
 
     def __init__(self, function: CustomObjective, plain: Binary | Multiclass) -> None:
         super().__init__(function, plain.outputs)

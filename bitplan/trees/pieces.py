@@ -64,7 +64,7 @@ class TablePieces:
         return out
 
     def astype(self, dtype: Any, copy: bool = True) -> TablePieces:
-        """The same rows, read as another type."""
+        """These rows, read as another type."""
         return TablePieces(self._pieces, self._features, dtype, self._chosen)
 
     def blocks(self) -> Iterator[tuple[int, Array]]:

@@ -64,7 +64,7 @@ def _axes(ax: Any, purpose: str, size: tuple[float, float]) -> Any:
 
 
 def _places(tree: Tree) -> dict[int, tuple[float, int]]:
-    """(across, depth) of each node, and of each leaf under ~leaf: leaves side by side, nodes between their children."""
+    """Positions (across, depth) of nodes, and of leaves under ~leaf: leaves side by side, nodes between children."""
     if tree.leaves == 1:
         return {~0: (0.0, 0)}
     positions: dict[int, tuple[float, int]] = {}

@@ -51,7 +51,7 @@ class PrecisionSeen:
 
 @dataclass(frozen=True)
 class TableSeen:
-    """Where it was measured, and the rounds of the whole fit."""
+    """The table on which it was measured, and the rounds of the whole fit."""
 
     rows: int
     features: int

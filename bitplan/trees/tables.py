@@ -33,7 +33,7 @@ def on_device(values: Any) -> Any:
 
 
 def on_host(values: Any) -> Any:
-    """The same, copied to the host; anything else as it is."""
+    """What lies on a GPU, copied to the host; anything else as it is."""
     on_gpu = on_device(values)
     return values if on_gpu is None else on_gpu.cpu().numpy()
 
@@ -205,7 +205,7 @@ class _Arrow(Table):
 
 
 def table_of(x: Any) -> Table | None:
-    """None where there are no columns to look at, which scikit-learn refuses."""
+    """The table's columns; None where there are no columns to look at, which scikit-learn refuses."""
     if hasattr(x, "iloc") and hasattr(x, "columns"):
         return _Pandas(x)
     polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")

@@ -112,7 +112,7 @@ def team_size(rows: int, features: int, leaves: int) -> int:
 
 
 def shared_rows(rows: int, team: int) -> int:
-    """From how many rows on all threads should expand a node, of a table with `rows`.
+    """The rows from which on all threads should expand a node, of a table with `rows`.
 
     All nodes of n rows together take rows / n times TOGETHER_ROWS more, each by one thread n rows. Where there are as
     many nodes as threads, each thread has one.

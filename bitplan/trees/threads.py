@@ -74,7 +74,7 @@ def threads_of(n_jobs: Any) -> int:
 
 
 def threads_for(n_jobs: Any, parts: int) -> int:
-    """The same, but for one part of work 1: to ask for the cores takes longer than to predict a row."""
+    """`threads_of`, but 1 for one part of work: to ask for the cores takes longer than to predict a row."""
     is_plain = n_jobs is None or (type(n_jobs) is int and n_jobs != 0)
     return 1 if parts <= 1 and is_plain else threads_of(n_jobs)
 

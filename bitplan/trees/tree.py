@@ -56,7 +56,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Steps:
-    """The same trees for prediction alone (`trees.loops.predict`): nodes and leaves in one table.
+    """Trees for prediction alone (`trees.loops.predict`): nodes and leaves in one table.
 
     Of each tree the root comes first, then the children of its nodes, two by two.
     """
@@ -333,7 +333,7 @@ class Booster:
         return self.scores_checked(x, thread_count())[0]
 
     def scores_checked(self, x: Array | TablePieces, threads: int) -> tuple[Array, bool]:
-        """The same, and whether a number of x is infinite, if there are trees."""
+        """Scores, and whether a number of x is infinite, if there are trees."""
         scores, has_infinity = np.empty((len(x), self.outputs)), False
         scores[:] = self.start
         if type(x) is np.ndarray and self.trees:

@@ -169,7 +169,7 @@ class PreparedCache(FunctionCache):  # type: ignore[misc]
 
 
 class PackageCache(NullCache):  # type: ignore[misc]
-    """The same where numba has no folder to write to."""
+    """Loops of the package, where numba has no folder to write a cache to."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

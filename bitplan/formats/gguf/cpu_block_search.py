@@ -274,7 +274,7 @@ HALF_STEP, HALF_LEAST = F32(2.0**-10), F32(2.0**-24)
 
 
 class RowSearch:
-    """What is stored for blocks of some rows, on one thread: the starts of `NumbaSums`, and one loop for the rest."""
+    """Finds what is stored for blocks of some rows, on one thread: `NumbaSums`' starts, and one loop for the rest."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout

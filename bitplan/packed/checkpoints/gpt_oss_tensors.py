@@ -135,7 +135,7 @@ def is_gpt_oss(path: Path) -> bool:
 
 
 def holds_gpt_oss(file: TensorFile) -> bool:
-    """The same of an open file."""
+    """Whether an open file is a gpt-oss checkpoint in one of its own layouts."""
     config_file = file.path / CONFIG
     if config_file.is_file():
         config = read_json(config_file)

@@ -210,7 +210,7 @@ def _start_counting(device: torch.device) -> int | None:
 def decide(
     model: nn.Module, file: TensorFile, plan: Plan | None, dtype: torch.dtype | None, device: torch.device, where: str
 ) -> tuple[Assignment, Dtypes]:
-    """Where each tensor of the model comes from, and the types of those that are not packed; nothing is read for it.
+    """Decide where each tensor of the model comes from, and the types of those that are not packed; nothing is read.
 
     A file that does not fit its plan, the model or the device is an error.
     """

@@ -76,7 +76,7 @@ class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class _Unfilled(nn.Module):
-    """Where a packed layer will be; only its bias is there for transformers to load.
+    """Stands where a packed layer will be; only its bias is there for transformers to load.
 
     An `_init_weights` may read the children of a layer (T5's does): weights and sizes are there for it as plain
     attributes, on meta, where nothing can be written.

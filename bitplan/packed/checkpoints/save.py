@@ -326,7 +326,7 @@ def _folder_of(model: nn.Module) -> Path | None:
 
 
 def _loaded_from(model: nn.Module) -> tuple[Path | None, list[Path]]:
-    """That folder, and the files of its weights, none where they cannot be read any more."""
+    """The folder that a model was loaded from, and the files of its weights, none where they cannot be read."""
     folder = _folder_of(model)
     with suppress(BitplanError, OSError):
         if folder is not None:

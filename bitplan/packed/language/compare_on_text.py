@@ -207,7 +207,7 @@ def _job(second: CausalLM, variant: Variant) -> _Job:
 
 @dataclass(frozen=True)
 class QualityRow:
-    """One line of the table."""
+    """A line of the table of models and formats."""
 
     label: str
     bits_per_weight: float

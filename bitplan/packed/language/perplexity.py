@@ -238,7 +238,7 @@ def _exp(nll: float) -> float:
 
 
 def _finite(value: float) -> float | None:
-    """For JSON, which has no infinity."""
+    """The number for JSON, which has no infinity."""
     return value if math.isfinite(value) else None
 
 
@@ -319,7 +319,7 @@ def measure_perplexity(
 
 
 def _batches(windows: Sequence[Tensor], batch: int) -> Iterator[tuple[int, Tensor]]:
-    """(number of the first window, windows [up to batch, length]); a shorter window goes alone."""
+    """Pairs (number of the first window, windows [up to batch, length]); a shorter window goes alone."""
     first = 0
     while first < len(windows):
         last = first + 1

@@ -160,7 +160,7 @@ class StepLoops:
         return self._normed
 
     def attention(self, projected: Tensor, cache: Tensor, at: int, cos: Tensor, sin: Tensor) -> Tensor:
-        """Of queries, keys and values of a token [1, heads of all three * width], which are turned in place."""
+        """Attention of a token's queries, keys and values [1, all heads * width], which are turned in place."""
         job, room = self._job, cache.shape[2]
         if self._scores.shape[-1] != room:
             self._scores = torch.empty(self._queries, room)

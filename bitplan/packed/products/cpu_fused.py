@@ -272,7 +272,7 @@ def why_not_ours(weight: Encoded) -> str | None:
 
 
 def _most_inputs(weight: Encoded) -> int:
-    """From how many inputs on the weight is decoded once for all, not once for four of them."""
+    """The most inputs that registers take; for more the weight is decoded once for all, not once for four of them."""
     from bitplan.packed.products.cpu_rows import LOOKS_UP
 
     return MOST_WITHOUT_LOOKUP if weight.fmt.name in NIBBLES and not LOOKS_UP else MOST_INPUTS
@@ -455,7 +455,7 @@ def _piece(rows: int, threads: int) -> int:
 
 
 def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | None) -> Into:
-    """As `_in_registers`, for more inputs: panels are made of x, then multiplied."""
+    """The call for more inputs than `_in_registers` takes: panels are made of x, then multiplied."""
     from bitplan.base.loops.jit import thread_count
     from bitplan.base.loops.openmp_threads import run
     from bitplan.packed.products import cpu_blocks

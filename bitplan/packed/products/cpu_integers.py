@@ -460,7 +460,7 @@ def nibble_rows(job, low, high, dot, scales, offset, order):
 
 @merged
 def byte_rows(job, opened, dot, scales, offset):
-    """The same for an 8-bit format."""
+    """The job of an 8-bit format with few inputs, as `nibble_rows`."""
     inputs, width, row_bytes, rows = field(job, INPUTS), field(job, WIDTH), field(job, CODES_STRIDE), field(job, ROWS)
     mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
     x, stride, piece = mine + 4 * BLOCK, 3 * BYTE_STEP * (-(-row_bytes // BYTE_STEP)), field(job, PIECE)
@@ -550,7 +550,7 @@ def _zero_floats(count: int) -> Any:
 
 
 def _write_tile(count: int) -> Any:
-    """(sums, y, bytes from input to input, number of inputs, factor, bias): those inputs are written that exist."""
+    """A writer (sums, y, bytes from input to input, number of inputs, factor, bias) of the inputs that exist."""
 
     def emit(writer: VectorWriter, floats: Any, y: Any, stride: Any, remaining: Any, factor_and_bias: Any) -> Any:
         builder = writer.builder
@@ -566,7 +566,7 @@ def _write_tile(count: int) -> Any:
 
 
 def _write_opened(kind: str) -> Any:
-    """(tile of packed codes, of which vector j has word j of every row; address): opened, each block in its place."""
+    """A writer (tile of packed codes, of which vector j has word j of every row; address) of opened blocks."""
 
     def emit(writer: VectorWriter, tile: Any, address: Any) -> Any:
         builder, bytes_ = writer.builder, ir.VectorType(INT8, REGISTER)

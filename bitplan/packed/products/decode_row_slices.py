@@ -52,7 +52,7 @@ def cut(rows: int, step: int) -> list[slice]:
 
 
 def decoded_pieces(encoded: Encoded, dtype: torch.dtype, step: int) -> Iterator[Piece]:
-    """Each piece, expanded when it is asked for and not kept here."""
+    """The pieces, each expanded when it is asked for and not kept here."""
     for rows in cut(encoded.shape[0], step):
         is_whole = rows == slice(0, encoded.shape[0])
         yield rows, decode(encoded if is_whole else rows_of(encoded, rows), dtype)

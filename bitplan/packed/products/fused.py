@@ -105,7 +105,7 @@ class TritonOnCuda:
     def bind_into(
         self, x_MK: Tensor, weight: Encoded, prepared: Prepared, bias: Tensor | None, launch: Launch | None
     ) -> BoundInto | None:
-        """As `bind`, for results whose memory is given, on whichever stream is present at the call."""
+        """Bind as `bind` does, for results whose memory is given, on whichever stream is present at the call."""
         bound = self._bind(x_MK, weight, prepared, bias, launch)
         return None if bound is None else _bound_call_into(x_MK, weight.shape[0], *bound)
 

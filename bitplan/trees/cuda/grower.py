@@ -90,7 +90,7 @@ class CudaTreeGrower(TreeGrower):
         return torch.empty(size, dtype=kind, device=self._device)
 
     def _programs(self, of_each: int) -> int:
-        """Of a grid that fills the card."""
+        """The programs of a grid that fills the card."""
         if self._device.type != "cuda":
             return 2
         return of_each * int(torch.cuda.get_device_properties(self._device).multi_processor_count)
@@ -157,7 +157,7 @@ class CudaTreeGrower(TreeGrower):
         return 1
 
     def grow(self, gradients: Gradients | CudaGradients, rows: Array | range, features: Array) -> Grown:
-        """One tree from `rows` and the features it may use, the one that the CPU grows.
+        """Grow one tree from `rows` and the features it may use, the one that the CPU grows.
 
         From gradients on the GPU the rows of its leaves stay there, too: see `launch_on_leaves`.
         """
@@ -246,7 +246,7 @@ class CudaTreeGrower(TreeGrower):
             self._run_wave(growth.reals[self._children(wave[:done]), split.LOW : split.HIGH + 1])
 
     def _children(self, wave: Array) -> Array:
-        """(nodes, 2): of each node of a wave the smaller child and the larger; -1: neither can be split."""
+        """The smaller child and the larger of each node of a wave, (nodes, 2); -1: neither can be split."""
         nodes, small = wave[:, waves.NODE], wave[:, waves.SMALL]
         first = self._growth.nodes[nodes, split.CHILD]
         return np.where(small[:, None] < 0, -1, np.column_stack([small, 2 * first + 1 - small]))
@@ -322,7 +322,7 @@ class CudaTreeGrower(TreeGrower):
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _find_parts(self) -> None:
-        """Where the rows of the tree's leaves lie: ranges of nodes that were not expanded, wanted or not."""
+        """Find where the rows of the tree's leaves lie: ranges of nodes that were not expanded, wanted or not."""
         growth = self._growth
         nodes, leaves = growth.nodes[: growth.counts[queue.MADE]], growth.counts[queue.LEAVES]
         leaf_of = np.full(len(nodes), -1)
@@ -348,7 +348,7 @@ class CudaTreeGrower(TreeGrower):
         kernel[(self._programs(PARTERS),)](*arguments, **self._leaf_sizes)
 
     def compile_for_leaves(self, kernel: Any, *kinds: torch.dtype) -> None:
-        """Begin to compile such a kernel, whose pointers are to these types."""
+        """Begin to compile a kernel of `launch_on_leaves`, whose pointers are to these types."""
         compile_ahead(kernel, torch.int64, self._sides, *kinds, self._count, self._count, **self._leaf_sizes)
 
     @property

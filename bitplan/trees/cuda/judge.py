@@ -27,7 +27,7 @@ MOST_CELLS = 2**21  # that are judged at once: about 20 tensors of so many float
 
 @dataclass(frozen=True)
 class Nodes:
-    """What is judged."""
+    """Nodes to judge: their cells, which columns may split them, the bounds of their values."""
 
     cells: Tensor  # (N, C, B, 3): gradients, hessians and rows, int64
     allowed: Tensor  # (N, C)
@@ -39,7 +39,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Found:
-    """Of each node and column the best split."""
+    """The best split of each node and column."""
 
     gain: Tensor  # 0: there is none
     cut: Tensor
@@ -218,7 +218,7 @@ class TorchJudge:
 
 
 def _better(first: _Found, second: _Found) -> _Found:
-    """The second where it gains more."""
+    """The second split where it gains more than the first."""
     use = second.gain > first.gain
     return _Found(
         torch.where(use, second.gain, first.gain),

@@ -22,7 +22,7 @@ def find_device() -> torch.device:
 
 
 def refuse_unsupported(precision: GradientPrecision, processes: int) -> None:
-    """One line for what the GPU's kernels do not do."""
+    """Refuse, in one line, what the GPU's kernels do not do."""
     if precision is GradientPrecision.F32:
         wrong = "gradient_precision='f32'", "set gradient_precision='i16' or 'i8'"
     elif processes > 1:
@@ -33,7 +33,7 @@ def refuse_unsupported(precision: GradientPrecision, processes: int) -> None:
 
 
 def table_bytes(rows: int, features: int, slots: int) -> int:
-    """Beside the bins: two sides of entries, histograms."""
+    """Bytes beside the bins: two sides of entries, histograms."""
     return rows * 2 * 8 + slots * features * BINS * 16
 
 

@@ -226,7 +226,8 @@ def _partitions(name: str, collection: Any, like: Any = None) -> list[Any]:
 
 
 class _OnDask:
-    """What both share: `client` is a distributed.Client, None the current one; `timeout_s` as of `fit_distributed`."""
+    """What both estimators share: `client` is a distributed.Client, None the current one; `timeout_s` as of
+    `fit_distributed`."""
 
     _plain: type[BoostedTreesClassifier | BoostedTreesRegressor]
 
@@ -287,7 +288,7 @@ class _OnDask:
         return self._predict("_contributions", x, np.dtype(np.float64), (booster.features + 1) * booster.outputs)
 
     def _predict(self, method: str, x: Any, dtype: Any, columns: int = 0) -> Any:
-        """By partition, when it is computed; `columns` 0: a number for each row."""
+        """Predict by partition, when it is computed; `columns` 0: a number for each row."""
         model = self.to_local()
         if not dask.is_dask_collection(x):
             return getattr(model, method)(x)

@@ -69,7 +69,7 @@ class _CancellableRanks(Ranks):
 def lay_rows(
     first: int, has_eval: bool, x: list[Any], y: list[Any], weights: list[Any], eval_x: list[Any], eval_y: list[Any]
 ) -> WorkerRows:
-    """This worker's partitions, in their order; `first` is the number of the first among all, for errors."""
+    """Lay this worker's partitions one after the other; `first` is the number of the first among all, for errors."""
     for name, others, of in (("y", y, x), ("sample_weight", weights, x), ("eval_set's y", eval_y, eval_x)):
         for index, (part, rows) in enumerate(zip(others, of, strict=False)):
             if len(part) != len(rows):

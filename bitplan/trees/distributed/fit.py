@@ -82,7 +82,7 @@ def fit_by_ranks(
     eval_set: Any = None,
     options: FitOptions | None = None,
 ) -> DistributedFit:
-    """The same for any processes; they part in the end, or when one of them fails."""
+    """Fit `model` to the rows of any processes; they part in the end, or when one of them fails."""
     try:
         model._fit(X, y, sample_weight, eval_set, ranks, options)
         _check_same_model(model, ranks)

@@ -71,7 +71,7 @@ def far_rows(gradients: Gradients) -> int:
 
 
 def pack(fields: Array, form: WireForm) -> Array:
-    """(cells, 3) int64 sums to (cells, integers)."""
+    """Pack sums, (cells, 3) int64, into (cells, integers)."""
     if not form.shifts:
         return fields.astype(form.dtype)
     shared = len(form.shifts)
@@ -80,7 +80,7 @@ def pack(fields: Array, form: WireForm) -> Array:
 
 
 def unpack(words: Array, form: WireForm) -> Array:
-    """The opposite: the lower fields by their bits, the highest with its sign."""
+    """Unpack what `pack` packed: the lower fields by their bits, the highest with its sign."""
     words = words.astype(np.int64)
     if not form.shifts:
         return words
@@ -106,7 +106,7 @@ class HistogramSum:
         self._cells = np.unique(np.concatenate(used))
 
     def __call__(self, histograms: Sequence[Histogram], rows: Sequence[int]) -> list[Histogram]:
-        """Each summed over all processes; `rows` are those that each node has in all."""
+        """Histograms summed over all processes; `rows` are those that each node has in all."""
         if self._shards.count == 1:
             return list(histograms)
         forms = [wire_form(self._precision, count + self._more) for count in rows]
@@ -123,14 +123,14 @@ class HistogramSum:
         return [self._histogram(size, *one_node) for one_node in zip(words, forms, rows, strict=True)]
 
     def _fields(self, histogram: Histogram) -> Array:
-        """(cells that are sent, 3)"""
+        """The sums of the cells that are sent, (cells, 3)."""
         wide = np.zeros(len(histogram.cells) // histogram.words * WIDE, np.int64)
         kernels.add_wide(histogram.cells, histogram.words, wide)
         fields: Array = wide.reshape(-1, WIDE)[self._cells]
         return fields
 
     def _histogram(self, size: int, words: Array, form: WireForm, rows: int) -> Histogram:
-        """In the form that a node of that many rows has here."""
+        """The histogram, in the form that a node of that many rows has here."""
         wide = np.zeros(size * WIDE, np.int64)
         wide.reshape(-1, WIDE)[self._cells] = unpack(words, form)
         nothing = Histogram(np.zeros_like(wide), WIDE)

@@ -8,7 +8,7 @@ nothing is sent, and the same code gives the same numbers. `distributed.Ranks` a
 Floats are never added as floats across processes. `sum_exactly` turns them into integers twice: multiples of a unit
 near the largest one, and what is left as multiples of a much finer unit.
 
-Medians and quantiles of groups of rows, the same however the rows are divided among processes.
+Medians and quantiles of groups of rows are the same however the rows are divided among processes.
 
 One process sorts. Several look for a quantile byte by byte: each counts how many of its numbers begin with which byte,
 counts are added, and the byte in which it lies is known to all; eight rounds give all 64 bits. Nobody sends
@@ -200,7 +200,7 @@ def find_medians(numbers: Array, weights: Array, groups: Sequence[Array], shards
 
 
 def find_quantiles(numbers: Array, weights: Array, groups: Sequence[Array], share: float, shards: Shards) -> Array:
-    """The same for any share: between two numbers as numpy's quantile has it; with weights, a number that is there."""
+    """Quantiles of groups of rows: between two numbers as numpy has it; with weights, a number that is there."""
     integers = whole_weights(weights, shards)
     if shards.count == 1:
         return np.array(
@@ -237,7 +237,7 @@ def sorted_quantile(numbers: Array, weights: Array, share: float = 0.5) -> float
 
 
 def _weight_below(totals: Array, share: float) -> Array:
-    """Of integer weights the sum at which a share is reached."""
+    """The sum of integer weights at which a share is reached."""
     if share == 0.5:
         return (totals + 1) // 2
     return np.clip(np.ceil(totals * share).astype(np.int64), 1, totals)
@@ -269,7 +269,7 @@ def _number(keys: Array) -> Array:
 
 
 def _select(keys: Array, group: Array, weights: Array, goals: Array, shards: Shards) -> Array:
-    """For each group the smallest number at which `goals` of its weight is reached."""
+    """The smallest number of each group at which `goals` of its weight is reached."""
     groups, begin = len(goals), np.zeros(len(goals), np.uint64)
     for shift in range(56, -1, -8):
         table = np.zeros(groups * 256, np.int64)
