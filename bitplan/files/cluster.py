@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import platform
 import threading
+import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
@@ -23,9 +25,11 @@ from bitplan.formats.registry import get_format
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
 CONNECT_S = 30.0
 LOOK_S = 2.0  # how often the client looks whether there are workers
+MOST_FETCHES = 10  # of a file, until it is said that it cannot be had
 LOST_S = 60.0  # a cluster without workers for so long is lost: a nanny starts a new one in less
 AHEAD = 2  # tasks that wait for each thread: their answers lie in workers
 
@@ -39,6 +43,19 @@ class Maker(Protocol):
     def make(self, job: Any) -> Any: ...
 
     def close(self) -> None: ...
+
+
+class Stored(Protocol):
+    """A tensor in a file of a worker."""
+
+    def read(self) -> Tensor: ...
+
+
+class InFiles(NamedTuple):
+    """An answer that is too large for a message: `facts` are sent, the tensors wait in the worker's files."""
+
+    facts: Any
+    files: Mapping[str, Stored]
 
 
 Job = TypeVar("Job")
@@ -78,17 +95,53 @@ class Cluster(Closing):
 
         `prepare` and the jobs are sent as they are pickled; tensors come back in any type of torch's.
         """
+        with closing(self._tasks(prepare, jobs)) as tasks:
+            for task in tasks:
+                yield self._answer(task)
+
+    def map_in_files(
+        self, prepare: Callable[[], Maker], jobs: Iterable[Job]
+    ) -> Iterator[tuple[Any, Iterator[tuple[str, Tensor]]]]:
+        """As `map`, of answers `InFiles`: the facts, and tensors by name, each fetched when it is asked for.
+
+        They are asked for before the next answer is. Where a worker ended that had some, its job is done again.
+        """
+        with closing(self._tasks(prepare, jobs)) as tasks:
+            for task in tasks:
+                facts, files = self._answer(task)
+                yield facts, ((name, self._fetched(task, name)) for name in files)
+
+    def _tasks(self, prepare: Callable[[], Maker], jobs: Iterable[Job]) -> Generator[Any, None, None]:
         run, waiting = uuid.uuid4().hex, deque[Any]()
         try:
             for job in jobs:
                 waiting.append(self._client.submit(_make, run, prepare, job, pure=False))
                 while len(waiting) >= self.threads * (1 + AHEAD):
-                    yield self._answer(waiting.popleft())
+                    yield waiting.popleft()
             while waiting:
-                yield self._answer(waiting.popleft())
+                yield waiting.popleft()
         finally:
             self._client.cancel(list(waiting))
             self._client.run(_forget, run, on_error="ignore")
+
+    def _fetched(self, task: Any, name: str) -> Any:
+        """A tensor from a file of the worker that made it, or of the one that made it again."""
+        failures = 0
+        while True:
+            _, files = self._answer(task)
+            worker = next(iter(self._client.who_has([task])[task.key]), None)
+            try:
+                if worker is not None:
+                    return received(self._client.run(_read, files[name], workers=[worker])[worker])
+            except (OSError, KeyError, ValueError) as error:
+                failures += 1
+                if failures == MOST_FETCHES:
+                    reason = " ".join(str(error).split())
+                    raise StoreError(
+                        f"{self._address}: worker {worker} does not give the {name} that it made: {reason}; look at "
+                        "its log and its disk, then start the same command again"
+                    ) from error
+            time.sleep(LOOK_S / MOST_FETCHES)
 
     def _answer(self, task: Any) -> Any:
         """What a task returns; waits while a worker that ended is replaced, but not for a cluster without any."""
@@ -183,6 +236,10 @@ def _close_idle(run: str) -> None:
         maker.close()
 
 
+def _read(stored: Stored) -> Any:
+    return sent(stored.read())
+
+
 def _version() -> str:
     return __version__
 
@@ -220,6 +277,8 @@ def sent(made: Any) -> Any:
         return SentEncoded(made.fmt.name, made.shape, {name: sent(part) for name, part in made.parts.items()})
     if isinstance(made, (tuple, list)):
         return [sent(item) for item in made]
+    if isinstance(made, dict):
+        return {key: sent(item) for key, item in made.items()}
     return made
 
 
@@ -239,4 +298,6 @@ def received(answer: Any) -> Any:
         return Encoded(get_format(answer.format), answer.shape, **parts)
     if isinstance(answer, list):
         return [received(item) for item in answer]
+    if isinstance(answer, dict):
+        return {key: received(item) for key, item in answer.items()}
     return answer

@@ -9,8 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import shutil
+import tempfile
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,10 +24,12 @@ from torch import Tensor, nn
 from bitplan.base import __version__
 from bitplan.base.folders import scratch_folder
 from bitplan.base.hardware import hash_tensors
+from bitplan.files.cluster import Cluster, InFiles, file_sizes, opened_as_here
 from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import is_model_folder
 from bitplan.formats import get_format
 from bitplan.plan.manifest import needs_base
+from bitplan.searching.blocks import torch_threads
 from bitplan.searching.damage import (
     ExpertDamage,
     RoundedWeights,
@@ -36,17 +43,25 @@ from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_me
 from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
 from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
 from bitplan.searching.plan_meter import PlanMeter, ratios_of_kinds
-from bitplan.searching.searched_model import SearchSubject, group_tensors, prepare
+from bitplan.searching.searched_model import SearchSubject, group_tensors, open_subject, prepare
 from bitplan.searching.solver import nearest_uniform
 from bitplan.searching.statistics import EVIDENCE as INPUT_EVIDENCE
 from bitplan.searching.statistics import (
     GRADIENT_TOKENS,
+    INPUTS,
     MOST_OUTPUTS,
     STATISTICS,
     InputStatistics,
+    ScratchWriter,
+    ShareSums,
+    StoredTensor,
+    WindowShare,
     add_windows,
     how_to_begin_again,
+    shares_of,
     steps_of,
+    steps_of_share,
+    sums_of_share,
 )
 from bitplan.searching.timing import time_groups
 
@@ -144,7 +159,7 @@ def collect_evidence(
     near_bits   the size that is wanted: groups are measured in the best format of about this size
     inputs      "8": products round their inputs to eight bits where the target can; "auto": or do not
     rows        also time every format at so many rows
-    workers     processes that round weights, or the address of a Dask scheduler; none unless given
+    workers     processes that round weights, or the address of a Dask scheduler, whose workers take statistics, too
     memory      what is kept in memory; unless given, as much as is free
     """
     evidence_folder = EvidenceFolder(folder)
@@ -197,13 +212,20 @@ def _gather(
     folder: Path | None,
     stage: Stage,
 ) -> InputStatistics:
-    """Statistics of all windows, saved after every few of them."""
+    """Statistics of all windows, saved after every few of them; by a cluster's workers if the model is a file."""
     subject, statistics, sums_folder = rounded.subject, rounded.statistics, folder or rounded.scratch
-    digests = subject.digests()
-    with stage("statistics", steps_of(subject, windows, statistics.windows)) as advance:
+    digests, address, shares = subject.digests(), rounded.workers, shares_of(windows, statistics.windows)
+    with stage("statistics", steps_of(subject, windows, statistics.windows)) as advance, ExitStack() as opened:
+        answers = None
+        if isinstance(address, str) and subject.path is not None:
+            cluster = opened.enter_context(Cluster(address))
+            answers = opened.enter_context(closing(_sums_of_workers(cluster, subject, shares)))
         while statistics.windows < len(windows):
             with scratch_folder(sums_folder, "sums") as scratch:
-                add_windows(subject, windows, statistics, scratch, lambda n: advance(n, "blocks"))
+                if answers is None:
+                    add_windows(subject, windows, statistics, scratch, lambda n: advance(n, "blocks"))
+                else:
+                    _add_answers(subject, statistics, answers, scratch, lambda n: advance(n, "blocks"))
                 statistics.save(sums_folder, fingerprint, digests)
             statistics = InputStatistics.load(sums_folder, fingerprint)
     return statistics
@@ -441,3 +463,87 @@ def gather_evidence(
             statistics.save(into, {}, digests)
         statistics = InputStatistics.load(into, {})
     return into / INPUT_EVIDENCE
+
+
+# ---- statistics by the workers of a cluster --------------------------------------------------------------------------
+
+_taking_sums = threading.Lock()  # how many threads torch uses is of a process, and so are the model's hooks
+
+
+class SumsOfShares:
+    """What a worker of a Dask cluster has open to take sums of windows: the model, and a folder for matrices."""
+
+    def __init__(self, subject: SearchSubject, files: Sequence[Path], threads: int, scratch: Path) -> None:
+        self.files, self._subject, self._threads, self._scratch = files, subject, threads, scratch
+
+    def make(self, share: WindowShare) -> InFiles:
+        """The sums as the client would take them: with as many threads, for products depend on them in the last bit."""
+        folder = self._scratch / f"{share.first}-{'-'.join(share.takes)}"
+        folder.mkdir(exist_ok=True)
+        with _taking_sums, torch_threads(self._threads):
+            found, files = sums_of_share(self._subject, share, folder)
+        for stored in files.values():
+            stored.wait()
+        return InFiles(
+            (found.small, found.shared, found.experts),
+            {key: replace(each, written=None) for key, each in files.items()},
+        )
+
+    def close(self) -> None:
+        shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def open_sums(path: Path, sizes: Mapping[str, int], names: Sequence[str], device: str, threads: int) -> SumsOfShares:
+    """On a worker: the client's model, of which these weights are watched."""
+    from distributed import get_worker
+
+    def opening() -> SumsOfShares:
+        subject = open_subject(path, device)
+        subject.sites = {name: subject.sites[name] for name in names}
+        scratch = Path(tempfile.mkdtemp(prefix="bitplan-sums-", dir=get_worker().local_directory))
+        return SumsOfShares(subject, _files_of(path), threads, scratch)
+
+    return opened_as_here(path, sizes, opening)
+
+
+def _files_of(path: Path) -> list[Path]:
+    with open_tensors(path) as file:
+        return list(file.files)
+
+
+Answer = tuple[ShareSums, Iterator[tuple[str, Tensor]]]
+
+
+def _sums_of_workers(
+    cluster: Cluster, subject: SearchSubject, shares: Sequence[WindowShare]
+) -> Generator[Answer, None, None]:
+    """What the shares give, in their order; of each its gradients come before its inputs."""
+    assert subject.path is not None
+    path, names, threads = subject.path.absolute(), list(subject.sites), torch.get_num_threads()
+    prepare = partial(open_sums, path, file_sizes(_files_of(path)), names, subject.device.type, threads)
+    parts = [part for share in shares for part in share.divided()]
+    for part, (facts, tensors) in zip(parts, cluster.map_in_files(prepare, parts), strict=True):
+        small, shared, experts = facts
+        yield ShareSums(small, shared, experts, part), tensors
+
+
+def _add_answers(
+    subject: SearchSubject,
+    statistics: InputStatistics,
+    answers: Iterator[Answer],
+    scratch: Path,
+    on_step: Callable[[int], None],
+) -> None:
+    """Add the next share, whose inputs come after its gradients; `statistics` changes when both are there."""
+    writer = ScratchWriter()
+    found: list[tuple[ShareSums, dict[str, StoredTensor]]] = []
+    for sums, tensors in answers:
+        files: dict[str, StoredTensor] = {}
+        for key, tensor in tensors:
+            files |= writer.write(scratch / f"sums-{len(found)}-{len(files)}", {key: tensor})
+        found.append((sums, files))
+        on_step(steps_of_share(subject, sums.of))
+        if INPUTS in sums.of.takes:
+            break
+    for each in found:
+        statistics.add(*each)

@@ -279,7 +279,7 @@ class SearchOptions:
                  the solver says of which layers, else where it adds little (`input_damage.SHARE`); "keep": none do
     workers      processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
                  that asks for some begins under `if __name__ == "__main__":`; or the address of a Dask scheduler, whose
-                 workers round them, to the same plan
+                 workers round them and take the statistics of a model that is a file, to the same plan
     memory       bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
     stage        shows progress: called with a name and a number of steps, gives a context of what to call for each
     note         called before the work with what it will take

@@ -642,6 +642,11 @@ def _joined_cuts(cuts: Mapping[str, SearchText]) -> SearchText:
     return SearchText(*parts, unscored, kinds("proof"), kinds("checks"))
 
 
+def open_subject(path: Path, device: str | None) -> SearchSubject:
+    """All of a model's weights that may get a format."""
+    return _read_model(path, (), (), device)[1]
+
+
 def _read_model(
     path: Path, keep: Sequence[str], only: Sequence[str], device: str | None
 ) -> tuple[CausalLM, SearchSubject]:

@@ -40,7 +40,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -329,6 +329,15 @@ class SumFiles:
             self.parts.setdefault(key, []).append(stored)
 
 
+class ShareSums(NamedTuple):
+    """What a share of the windows gives, beside its matrices."""
+
+    small: Mapping[str, Tensor]
+    shared: Mapping[str, str]
+    experts: Sequence[tuple[str, Sequence[str]]]  # a stack, and the weights of an expert that read one input
+    of: WindowShare
+
+
 @dataclass
 class InputStatistics:
     """Sums over `tokens` tokens in `windows` windows, under NAME.inputs, NAME.gradient and so on.
@@ -368,6 +377,19 @@ class InputStatistics:
             return None
         ratio = squares.to(inputs.device) / float(gradient.sum()) / inputs.diagonal().clamp_min(TINY)
         return ratio.clamp(0, MOST_RATIO).sqrt()
+
+    def add(self, found: ShareSums, files: Mapping[str, StoredTensor]) -> None:
+        """Add what the next windows gave; its matrices lie in `files`."""
+        self.sums.add(found.small, files)
+        owners = dict(found.shared)
+        for stack, (first, *others) in found.experts:
+            is_seen = f"{first}.{INPUTS}" in self.sums
+            owner = first if is_seen else unseen_name(stack)
+            owners |= dict.fromkeys(others if is_seen else [first, *others], owner)
+        self.share(owners)
+        self.tokens += found.of.tokens
+        self.gradient_tokens += found.of.gradient_tokens
+        self.windows += len(found.of.windows) if INPUTS in found.of.takes else 0
 
     def share(self, owners: Mapping[str, str]) -> None:
         """Weights that have another's inputs; one that has got inputs of its own since has those."""
@@ -532,18 +554,68 @@ def add_windows(
 
     `into` changes when all is done: an interrupted call leaves no trace.
     """
-    first = into.windows
-    chosen = windows[first : first + _count(windows[first:], AT_ONCE)]
-    _Passes(subject, chosen, first, into, scratch, on_step or (lambda _count: None)).run()
+    share = shares_of(windows, into.windows)[0]
+    into.add(*sums_of_share(subject, share, scratch, on_step or (lambda _count: None)))
+
+
+@dataclass(frozen=True)
+class WindowShare:
+    """Neighbouring windows whose sums are taken together: shares are added up one after the other.
+
+    first   which window of the text is the first of them
+    takes   inputs, gradients or both
+    """
+
+    windows: Sequence[Tensor]
+    first: int
+    takes: tuple[str, ...] = (INPUTS, GRADIENT)
+
+    @property
+    def watched(self) -> int:
+        """Windows whose gradients count."""
+        return _count(self.windows, GRADIENT_TOKENS) if self.first == 0 else 0
+
+    def divided(self) -> list[WindowShare]:
+        """Inputs and gradients apart: the same sums, and each token goes forward once more for its gradients."""
+        takes = (GRADIENT, INPUTS) if self.watched else (INPUTS,)  # what takes longer first
+        return [replace(self, takes=(each,)) for each in takes]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, self.windows)) if INPUTS in self.takes else 0
+
+    @property
+    def gradient_tokens(self) -> int:
+        return sum(map(len, self.windows[: self.watched])) if GRADIENT in self.takes else 0
+
+
+def shares_of(windows: Sequence[Tensor], done: int) -> list[WindowShare]:
+    """The windows behind the first `done`, a few at a time."""
+    shares = []
+    while done < len(windows):
+        count = _count(windows[done:], AT_ONCE)
+        shares.append(WindowShare(windows[done : done + count], done))
+        done += count
+    return shares
+
+
+def sums_of_share(
+    subject: SearchSubject, share: WindowShare, scratch: Path, on_step: Callable[[int], None] = lambda _count: None
+) -> tuple[ShareSums, Mapping[str, StoredTensor]]:
+    """What a share gives, to be added where all shares are; its matrices lie in files of `scratch`."""
+    passes = _Passes(subject, share, scratch, on_step)
+    return passes.run(), passes.files
 
 
 def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> int:
     """What `on_step` is called with in all, for the windows that are left."""
-    steps, first = 0, done
-    while first < len(windows):
-        steps += (len(subject.runner.blocks) + 1) * (1 + BACK if first == 0 else 1)
-        first += _count(windows[first:], AT_ONCE)
-    return steps
+    return sum(steps_of_share(subject, share) for share in shares_of(windows, done))
+
+
+def steps_of_share(subject: SearchSubject, share: WindowShare) -> int:
+    """How many of them one share takes."""
+    each = (INPUTS in share.takes) + BACK * (GRADIENT in share.takes and share.first == 0)
+    return (len(subject.runner.blocks) + 1) * each
 
 
 def _count(windows: Sequence[Tensor], most: int) -> int:
@@ -556,52 +628,51 @@ class _Passes:
     def __init__(
         self,
         subject: SearchSubject,
-        windows: Sequence[Tensor],
-        first: int,
-        into: InputStatistics,
+        share: WindowShare,
         scratch: Path,
         on_step: Callable[[int], None],
     ) -> None:
-        self._subject, self._runner, self._into = subject, subject.runner, into
-        self._windows, self._first, self._scratch, self._on_step = windows, first, scratch, on_step
-        self._watched = _count(windows, GRADIENT_TOKENS) if first == 0 else 0  # windows whose gradients count
-        self._row_ordered = _in_the_order_of_the_file(subject) if self._watched else set()
+        self._subject, self._runner, self._share = subject, subject.runner, share
+        self._windows, self._first, self._scratch, self._on_step = share.windows, share.first, scratch, on_step
+        self._watched, self._takes_inputs = share.watched, INPUTS in share.takes
+        self._goes_back = self._watched > 0 and GRADIENT in share.takes
+        self._row_ordered = _in_the_order_of_the_file(subject) if self._goes_back else set()
         self._sums: dict[str, Tensor] = {}
-        self._files: dict[str, StoredTensor] = {}
+        self.files: dict[str, StoredTensor] = {}
         self._states: dict[int, list[StoredTensor]] = {}
         self._writer = ScratchWriter()
         self._shared: dict[str, str] = {}
+        self._experts_read: list[tuple[str, list[str]]] = []
         self._routed = RoutedTokens()
         self._experts_of = _experts_by_block(subject)
         self._last: tuple[Tensor, str] | None = None
 
-    def run(self) -> None:
+    def run(self) -> ShareSums:
         size = max(1, BATCH // len(self._windows[0]))
         with_gradients = equal_lengths(self._windows[: self._watched], size)
-        batches = with_gradients + equal_lengths(self._windows[self._watched :], size)
+        others = equal_lengths(self._windows[self._watched :], size) if self._takes_inputs else []
+        batches = with_gradients + others
         runner = self._runner
         with _frozen(runner.model), closing(self._writer), runner.fewer_threads():
-            with torch.no_grad(), runner.outside(), self._hooks(None, counts=True):
+            with torch.no_grad(), runner.outside(), self._hooks(None, counts=self._takes_inputs):
                 states = [runner.enter(ids) for ids in batches]
             for index in range(len(runner.blocks)):
-                self._write_states(index, states[: len(with_gradients)])
-                with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=True):
+                if self._goes_back:
+                    self._write_states(index, states[: len(with_gradients)])
+                with torch.no_grad(), runner.block_weights(index), self._hooks(index, inputs=self._takes_inputs):
                     states = [runner.run_block(index, state) for state in states]
-                self._complete_experts(self._slices(index))
+                if self._takes_inputs:
+                    self._complete_experts(self._slices(index))
                 self._routed.clear()
                 self._flush()
-                self._on_step(1)
+                self._on_step(int(self._takes_inputs))
             gradients = self._leave(states)
             self._flush()
-            self._on_step(1)
-            if self._watched:
+            self._on_step(int(self._takes_inputs))
+            if self._goes_back:
                 self._back(with_gradients, states, gradients)
-        tokens = sum(map(len, self._windows))
-        self._into.sums.add(self._sums, self._files)
-        self._into.share(self._shared)
-        self._into.tokens += tokens
-        self._into.gradient_tokens += sum(map(len, self._windows[: self._watched]))
-        self._into.windows += len(self._windows)
+        small = {key: each.cpu() for key, each in self._sums.items()}
+        return ShareSums(small, self._shared, self._experts_read, self._share)
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
         """Norm and head, and the gradients of the loss by the last states."""
@@ -614,13 +685,15 @@ class _Passes:
                 if state.hidden is not None:
                     hidden = state.hidden[row : row + 1].detach().requires_grad_(watched)
                 window = TokenStates(state.ids[row : row + 1], hidden)
-                hooks = {"inputs": True, "gradients": watched, "counts": blockless, "lookups": blockless and watched}
+                inputs = self._takes_inputs
+                hooks = {"inputs": inputs, "gradients": watched, "counts": blockless and inputs}
+                hooks["lookups"] = blockless and watched
                 draws = torch.Generator(self._runner.device).manual_seed(SEED + at)
                 with self._runner.outside(), torch.set_grad_enabled(watched), self._hooks(None, **hooks):
                     for piece in window.pieces(max(1, LOGITS_AT_ONCE // self._runner.vocabulary)):
                         logits = self._runner.leave(piece)
                         self._require_finite(logits, at)
-                        if watched:
+                        if watched and self._goes_back:
                             torch.autograd.backward(logits, self._gradient(logits, draws))
                 at += 1
                 if hidden is not None and hidden.grad is not None:
@@ -751,11 +824,7 @@ class _Passes:
         owners = [expert_slices[0] for expert_slices in experts]
         self._require_products(owners)
         self._routed.complete_inputs(owners, self._sums, INPUTS)
-        for first, *others in experts:
-            inputs = f"{first.name}.{INPUTS}"
-            is_seen = inputs in self._sums or inputs in self._into.sums
-            owner = first.name if is_seen else unseen_name(first.stack)
-            self._shared |= {expert.name: owner for expert in ([] if is_seen else [first]) + others}
+        self._experts_read += [(weights[0].stack, [each.name for each in weights]) for weights in experts]
 
     def _require_products(self, owners: Sequence[ExpertSlice]) -> None:
         """Experts that are multiplied in a way that nobody watches would be taken to do no damage."""
@@ -828,8 +897,8 @@ class _Passes:
         large = {key: mirror(self._sums.pop(key)) for key in list(self._sums) if key.endswith(_MATRICES)}
         if not large:
             return
-        path = self._scratch / f"sums-{self._first}-{len(self._files)}"
-        self._files |= self._writer.write(path, large)
+        path = self._scratch / f"sums-{self._first}-{len(self.files)}"
+        self.files |= self._writer.write(path, large)
 
 
 def draw_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:

@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from distributed import LocalCluster
 
 import bitplan.files.cluster
 from bitplan.base.errors import FormatError, StoreError
-from bitplan.files.cluster import Cluster, received, sent
+from bitplan.files.cluster import Cluster, InFiles, received, sent
 from bitplan.files.engines.targets import export_model
 from bitplan.files.quantize_files import QuantizeOptions, quantize_file
 from bitplan.formats.dispatch import encode
@@ -141,8 +142,6 @@ def killed_once(mark: Path) -> KilledOnce:
 @pytest.mark.long
 @pytest.mark.parametrize("workers", [2, 4])
 def test_a_killed_workers_tensor_is_made_again(workers: int, tmp_path: Path) -> None:
-    from functools import partial
-
     with (
         LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as processes,
         Cluster(processes.scheduler_address) as cluster,
@@ -152,3 +151,67 @@ def test_a_killed_workers_tensor_is_made_again(workers: int, tmp_path: Path) -> 
     assert [job for job, _ in made] == list(range(12))
     assert all(bool((tensor == job).all()) for job, tensor in made)
     assert threading.current_thread() is threading.main_thread()
+
+
+class KillsOnce:
+    """A tensor in a file of a worker that ends when it is first asked for it."""
+
+    def __init__(self, mark: Path | None) -> None:
+        self._mark = mark
+
+    def read(self) -> torch.Tensor:
+        if self._mark is not None and not self._mark.exists():
+            self._mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((3,), 7, dtype=torch.float16)
+
+
+class InFilesMaker:
+    """Gives answers that wait in files; the file of job 1 is lost with its worker."""
+
+    files: tuple[Path, ...] = ()
+
+    def __init__(self, mark: Path) -> None:
+        self._mark = mark
+
+    def make(self, job: int) -> InFiles:
+        return InFiles(
+            {"job": torch.tensor(job)}, {"a": KillsOnce(None), "b": KillsOnce(self._mark if job == 1 else None)}
+        )
+
+    def close(self) -> None: ...
+
+
+def test_answers_in_files_are_fetched_one_by_one(address: str, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    mark.touch()
+    with Cluster(address) as cluster:
+        answers = [
+            (facts, dict(tensors)) for facts, tensors in cluster.map_in_files(partial(InFilesMaker, mark), range(5))
+        ]
+    assert [int(facts["job"]) for facts, _ in answers] == list(range(5))
+    for _, tensors in answers:
+        assert list(tensors) == ["a", "b"]
+        assert all(tensor.dtype == torch.float16 and tensor.tolist() == [7, 7, 7] for tensor in tensors.values())
+
+
+def test_a_file_that_cannot_be_had_is_named(address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bitplan.files.cluster, "LOOK_S", 0.1)
+    monkeypatch.setattr(KillsOnce, "read", lambda _self: (tmp_path / "gone").read_bytes())
+    with Cluster(address) as cluster:
+        _, tensors = next(cluster.map_in_files(partial(InFilesMaker, tmp_path / "mark"), range(2)))
+        with pytest.raises(StoreError, match=r"does not give the a .*No such file.*its disk"):
+            next(tensors)
+
+
+@pytest.mark.long
+def test_files_of_a_killed_worker_are_made_again(tmp_path: Path) -> None:
+    with (
+        LocalCluster(n_workers=2, threads_per_worker=1, dashboard_address=":0") as processes,
+        Cluster(processes.scheduler_address) as cluster,
+    ):
+        made = cluster.map_in_files(partial(InFilesMaker, tmp_path / "mark"), range(4))
+        answers = [(int(facts["job"]), dict(tensors)) for facts, tensors in made]
+    assert (tmp_path / "mark").exists()
+    assert [job for job, _ in answers] == list(range(4))
+    assert all(tensors["b"].tolist() == [7, 7, 7] for _, tensors in answers)

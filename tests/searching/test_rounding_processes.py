@@ -1,19 +1,24 @@
-"""Weights rounded in other processes are those that are rounded here."""
+"""Weights rounded, and statistics taken, in other processes are those of this one."""
 
 from __future__ import annotations
 
 import os
+import signal
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 
 import bitplan
 from bitplan.base.errors import FormatError
-from bitplan.searching import Goal, SearchOptions, damage
+from bitplan.searching import Goal, SearchOptions, collect, damage, statistics
 from bitplan.searching.damage import RoundedWeights, RoundingJob, RoundingProcesses
+from bitplan.searching.forecast import no_stage
 from bitplan.searching.goal import SearchError
-from bitplan.searching.searched_model import subject_of
+from bitplan.searching.searched_model import open_subject, subject_of
 from bitplan.searching.statistics import InputStatistics, add_windows
+from tests.files.engines.tiny_models import save_tiny
 from tests.searching.test_run import tiny_llama, tokens
 
 
@@ -75,3 +80,70 @@ def test_a_search_finds_the_same_plan_on_a_dask_cluster():
 class _EndingJob(RoundingJob):
     def run(self):
         os._exit(1)
+
+
+def gathered(model: Path, folder: Path, address: str | int) -> dict[str, bytes]:
+    """The files of statistics of a tiny model, in shares of four windows, by a cluster's workers or here."""
+    windows = list(torch.randint(16, (14, 12), generator=torch.Generator().manual_seed(1)))
+    rounded = RoundedWeights(open_subject(model, "cpu"), InputStatistics(), address)
+    folder.mkdir()
+    found = collect._gather(rounded, windows, {"text": "drawn"}, folder, no_stage)
+    assert (found.windows, found.tokens, found.gradient_tokens) == (14, 14 * 12, 4 * 12)
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture
+def small_shares(monkeypatch):
+    monkeypatch.setattr(statistics, "AT_ONCE", 48)
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+@pytest.mark.usefixtures("small_shares")
+def test_statistics_of_a_clusters_workers_are_those_taken_here(kind, tmp_path, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    save_tiny(tmp_path / kind, kind)
+    there = []
+    monkeypatch.setattr(
+        collect, "sums_of_share", lambda *args: there.append(args[1]) or statistics.sums_of_share(*args)
+    )
+    alone = gathered(tmp_path / kind, tmp_path / "alone", 0)
+    assert not there
+    with distributed.LocalCluster(processes=False, n_workers=2, threads_per_worker=1, dashboard_address=":0") as dask:
+        assert gathered(tmp_path / kind, tmp_path / "there", dask.scheduler_address) == alone
+    assert sorted((share.first, *share.takes) for share in there) == [
+        (0, "gradient"),
+        *((first, "inputs") for first in (0, 4, 8, 12)),
+    ]
+
+
+class SumsKilledOnce(collect.SumsOfShares):
+    """Ends its process in the second share, as a machine that is switched off, if no other has."""
+
+    mark: Path
+
+    def make(self, share):
+        made = super().make(share)
+        if share.first and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+
+def killed_once(mark: Path, *args):
+    opened = collect.open_sums(*args)
+    opened.__class__ = SumsKilledOnce
+    opened.mark = mark
+    return opened
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.usefixtures("small_shares")
+def test_a_killed_workers_share_of_the_statistics_is_taken_again(workers, tmp_path, monkeypatch):
+    distributed = pytest.importorskip("distributed")
+    save_tiny(tmp_path / "llama", "llama")
+    alone = gathered(tmp_path / "llama", tmp_path / "alone", 0)
+    monkeypatch.setattr(collect, "open_sums", partial(killed_once, tmp_path / "mark"))
+    with distributed.LocalCluster(n_workers=workers, threads_per_worker=1, dashboard_address=":0") as processes:
+        assert gathered(tmp_path / "llama", tmp_path / "there", processes.scheduler_address) == alone
+    assert (tmp_path / "mark").exists()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bitplan.cli.options import Json, Keep, KindsOfText
+from bitplan.cli.options import DaskAddress, Json, Keep, KindsOfText
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 from bitplan.searching.goal import WINDOWS
 
@@ -43,6 +43,7 @@ def fit(
     keep: Keep = None,
     window: Annotated[int | None, typer.Option(help="Tokens in a window of text; 512, or what the model has.")] = None,
     windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = WINDOWS,
+    dask: DaskAddress = None,
     plan_only: Annotated[
         bool, typer.Option("--plan-only", help="Answer from the evidence that is in the folder; nothing is measured.")
     ] = False,
@@ -87,7 +88,9 @@ def fit(
         keep=keep or (),
         out=out,
         plan_only=plan_only,
-        options=SearchOptions(device, window, windows, stage=partial(progress, estimates=False), note=note),
+        options=SearchOptions(
+            device, window, windows, workers=dask or 0, stage=partial(progress, estimates=False), note=note
+        ),
     )
     if not plan_only:
         write_report([out / "fit.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {result.goal}")
