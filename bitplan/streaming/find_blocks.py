@@ -43,11 +43,11 @@ STREAMED = "_bitplan_streamed"
 
 @dataclass(eq=False)
 class StreamedParameter:
-    """A parameter (the new one, if the user replaces it) and every place in its block that holds it."""
+    """A parameter (the new one, if the user replaces it), and each module of its block that has it, by which name."""
 
     name: str
     parameter: nn.Parameter
-    places: tuple[tuple[nn.Module, str], ...]
+    uses: tuple[tuple[nn.Module, str], ...]
 
     @property
     def spec(self) -> ParameterSpec:
@@ -55,9 +55,9 @@ class StreamedParameter:
 
     def put_back(self) -> None:
         """Give its modules the Parameter again where a call, broken off by Ctrl-C, left the streamed tensor."""
-        for module, local in self.places:
-            held = module._parameters.get(local)
-            if isinstance(held, Tensor) and not isinstance(held, nn.Parameter):
+        for module, local in self.uses:
+            current = module._parameters.get(local)
+            if isinstance(current, Tensor) and not isinstance(current, nn.Parameter):
                 module._parameters[local] = self.parameter
 
 
@@ -182,16 +182,16 @@ def _suggestion(pattern: str, modules: Iterable[str]) -> str:
 
 
 def _streamed(block: nn.Module, train: Train) -> dict[str, StreamedParameter]:
-    places: dict[int, list[tuple[str, nn.Module, str]]] = {}
+    uses_by_id: dict[int, list[tuple[str, nn.Module, str]]] = {}
     parameters: dict[int, nn.Parameter] = {}
     for path, module in block.named_modules():
         for local, parameter in module._parameters.items():
             if parameter is not None and not (train == "adapters" and parameter.requires_grad):
-                places.setdefault(id(parameter), []).append((f"{path}.{local}".lstrip("."), module, local))
+                uses_by_id.setdefault(id(parameter), []).append((f"{path}.{local}".lstrip("."), module, local))
                 parameters[id(parameter)] = parameter
     return {
-        uses[0][0]: StreamedParameter(uses[0][0], parameters[key], tuple(place[1:] for place in uses))
-        for key, uses in places.items()
+        uses[0][0]: StreamedParameter(uses[0][0], parameters[key], tuple(use[1:] for use in uses))
+        for key, uses in uses_by_id.items()
     }
 
 
@@ -206,10 +206,10 @@ def _refuse_shared(model: nn.Module, blocks: Sequence[StreamedBlock]) -> None:
                 raise StreamError(
                     f"{name} is shared with {block.name}: a streamed parameter belongs to one block alone; untie it"
                 )
-    seen: dict[int, StreamedBlock] = {}
+    owners: dict[int, StreamedBlock] = {}
     for block in blocks:
         for module in block.module.modules():
-            other = seen.setdefault(id(module), block)
+            other = owners.setdefault(id(module), block)
             if other is not block and next(module.parameters(), None) is not None:
                 raise StreamError(f"{block.name} shares parameters with {other.name}: copy them, or stream neither")
 
@@ -291,7 +291,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: its format in transfer, its parts, and its place in the scratch (None: used in the slot)."""
+    """One parameter: its format in transfer, its parts, and its part of the scratch (None: it is used in the slot)."""
 
     name: str
     spec: ParameterSpec
@@ -380,10 +380,10 @@ class BlockLayout:
 
 def lay_out(specs: Mapping[str, ParameterSpec], formats: Mapping[str, Format]) -> BlockLayout:
     """The layout of parameters in these formats, in the order of `specs`."""
-    own = {name for name, spec in specs.items() if _is_own_type(formats[name], spec)}
-    whole = sum(formats[name].nbytes(spec.shape) for name, spec in specs.items())
-    if sum(specs[name].nbytes for name in own) <= COPIED_SHARE * whole:
-        own = set()
+    in_own_type = {name for name, spec in specs.items() if _is_own_type(formats[name], spec)}
+    nbytes = sum(formats[name].nbytes(spec.shape) for name, spec in specs.items())
+    if sum(specs[name].nbytes for name in in_own_type) <= COPIED_SHARE * nbytes:
+        in_own_type = set()
     pieces, end, scratch_end = {}, 0, 0
     for name, spec in specs.items():
         fmt, parts = formats[name], {}
@@ -391,7 +391,7 @@ def lay_out(specs: Mapping[str, ParameterSpec], formats: Mapping[str, Format]) -
             parts[part_name] = Part(aligned(end), dtype, shape)
             end = parts[part_name].offset + parts[part_name].nbytes
         decoded = None
-        if name not in own:
+        if name not in in_own_type:
             decoded = Part(aligned(scratch_end), spec.dtype, spec.shape)
             scratch_end = decoded.offset + decoded.nbytes
         pieces[name] = Piece(name, spec, fmt, parts, decoded)

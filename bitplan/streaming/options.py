@@ -54,16 +54,16 @@ BlockFormats = dict[str, dict[str, Format]]
 def resolve_formats(formats: Formats, blocks: BlockSpecs, current: BlockFormats | None = None) -> BlockFormats:
     """Block -> parameter -> format. Parameters that a mapping does not name have those of `current`, if given."""
     specs = {f"{block}.{name}": spec for block, names in blocks.items() for name, spec in names.items()}
-    own = {name: own_format(spec, name) for name, spec in specs.items()}
+    own_formats = {name: own_format(spec, name) for name, spec in specs.items()}
     now = {f"{block}.{name}": fmt for block, names in (current or {}).items() for name, fmt in names.items()}
-    base = Plan({name: Planned(Choice((own | now)[name].name, "as it is", cause="held")) for name in specs})
+    base = Plan({name: Planned(Choice((own_formats | now)[name].name, "as it is", cause="held")) for name in specs})
     if isinstance(formats, Plan):  # a plan may be for the whole model
         formats = Plan({name: entry for name, entry in formats.entries.items() if name in specs})
     elif formats is None:
         formats = base
     elif isinstance(formats, Format | str):
         formats = {"*": formats}
-    tensors = {name: TensorSpec.of(name, spec.shape, dtype=own[name].name) for name, spec in specs.items()}
+    tensors = {name: TensorSpec.of(name, spec.shape, dtype=own_formats[name].name) for name, spec in specs.items()}
     plan = choose_formats(tensors, formats, base=base, where="stream_blocks")
     plan.require_whole("stream_blocks")
     return {
@@ -84,12 +84,14 @@ def own_format(spec: ParameterSpec, name: str) -> Format:
 
 def plan_states(moments: Moments, weights: Mapping[str, ParameterSpec]) -> Plan:
     """How the moments and the master of every trained weight are kept, as `WEIGHT.moments` and `WEIGHT.master`."""
-    whole = f"{moments} for all weights"
+    reason_for_all = f"{moments} for all weights"
     if moments == "auto":
         needed, free = HOST_BYTES * sum(math.prod(spec.shape) for spec in weights.values()), free_memory()
         fits = needed <= FREE_SHARE * free
         moments = "float32" if fits else "int8"
-        whole = f"auto: {needed / 1e9:.1f} GB with moments in float32, {free / 1e9:.1f} GB of the host are free"
+        reason_for_all = (
+            f"auto: {needed / 1e9:.1f} GB with moments in float32, {free / 1e9:.1f} GB of the host are free"
+        )
     by_name = moments if isinstance(moments, Mapping) else {}
     patterns = ShellPatterns(by_name)
     patterns.check(weights, "moments", "trained weight", StreamError)
@@ -98,7 +100,7 @@ def plan_states(moments: Moments, weights: Mapping[str, ParameterSpec]) -> Plan:
         pattern = next(iter(patterns.matching(name)), None)
         cause: Cause
         if isinstance(moments, str):
-            chosen, reason, cause = moments, whole, "rule" if moments == "int8" else "default"
+            chosen, reason, cause = moments, reason_for_all, "rule" if moments == "int8" else "default"
             if moments == "int8" and math.prod(spec.shape) < SMALLEST_IN_8_BITS:
                 chosen, reason, cause = "float32", f"fewer than {SMALLEST_IN_8_BITS} numbers", "default"
         elif pattern is not None:
@@ -242,8 +244,8 @@ class StreamRequest(StreamOptions):
         chosen = self.moments.values() if isinstance(self.moments, Mapping) else (self.moments,)
         for one in chosen:
             if one not in get_args(MomentFormat):
-                known = ", ".join(map(repr, (*get_args(MomentFormat), "auto")))
-                raise StreamError(f"moments={one!r}: there are {known}")
+                choices = ", ".join(map(repr, (*get_args(MomentFormat), "auto")))
+                raise StreamError(f"moments={one!r}: there are {choices}")
 
 
 def check_norm(what: str, max_norm: float) -> None:

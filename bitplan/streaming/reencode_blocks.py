@@ -52,14 +52,14 @@ def held_parameter(full_name: str, one: StreamedParameter) -> nn.Parameter:
     """The Parameter that all places of `one` hold."""
     parameters: dict[int, nn.Parameter] = {}
     one.put_back()
-    for module, local in one.places:
-        held = module._parameters.get(local)
-        if held is None:
+    for module, local in one.uses:
+        parameter = module._parameters.get(local)
+        if parameter is None:
             raise StreamError(f"{full_name} is gone from its module; close the stream and stream again")
-        parameters[id(held)] = held
+        parameters[id(parameter)] = parameter
     if len(parameters) > 1:
         raise StreamError(
-            f"{full_name} has {len(one.places)} places in its block, and only some hold the new Parameter; replace it "
+            f"{full_name} has {len(one.uses)} places in its block, and only some hold the new Parameter; replace it "
             "in all of them"
         )
     return next(iter(parameters.values()))
@@ -72,7 +72,7 @@ def _look_at_block(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
 
 def look_at(one: StreamedParameter) -> tuple[Any, ...]:
     parameter = one.parameter
-    for module, local in one.places:
+    for module, local in one.uses:
         if module._parameters.get(local) is not parameter:
             one.put_back()
             if module._parameters.get(local) is not parameter:
@@ -130,14 +130,14 @@ class BlockTree:
     def _refuse_replaced(self) -> None:
         name, present = self._block.name, set(self._block.module.modules())
         for one in self._block.streamed:
-            if any(module not in present for module, _ in one.places):
+            if any(module not in present for module, _ in one.uses):
                 raise StreamError(
                     f"{name}.{one.name}: its module was replaced or taken out of the block, and the stream would go "
                     "on to send its weights; close the stream, change the model, and stream again"
                 )
 
     def _refuse_elsewhere(self) -> None:
-        streamed = {(id(module), local) for one in self._block.streamed for module, local in one.places}
+        streamed = {(id(module), local) for one in self._block.streamed for module, local in one.uses}
         for path, module in self._block.module.named_modules():
             for local, parameter in module._parameters.items():
                 if parameter is None or (id(module), local) in streamed or parameter.device == self._device:
@@ -188,7 +188,7 @@ class BlockUpkeep:
         self._unread: set[str] = set()  # blocks whose parameters always count as changed
         self._trees = {block.name: BlockTree(block, self._device) for block in blocks}
         if self._training is not None:
-            self._training.places_to_send = self._places_to_send
+            self._training.buffers_to_send = self._buffers_to_send
 
     @property
     def chosen(self) -> BlockFormats:
@@ -279,7 +279,7 @@ class BlockUpkeep:
         """Encode blocks in these formats; slots that hold them become invalid."""
         blocks = list(blocks)
         if self._loader.is_allocated and formats == self.formats:
-            self._loader.forget(self._places(blocks))
+            self._loader.forget(self._indices_of(blocks))
         else:
             self._allocate(formats, blocks)
         for block in blocks:
@@ -335,7 +335,7 @@ class BlockUpkeep:
     def _trains(self, block: StreamedBlock, name: str) -> bool:
         return self._training is not None and self._training.trains(block.name, name)
 
-    def _places_to_send(self, name: str) -> dict[str, Tensor]:
+    def _buffers_to_send(self, name: str) -> dict[str, Tensor]:
         """The bytes of a block's parameters that are sent in a plain type, where the host has them in memory."""
         layout = self._layout_of(self._by_name[name])
         buffer = self._host.buffer(name, layout)
@@ -368,9 +368,9 @@ class BlockUpkeep:
         options, layouts = self._options, lay_out_all(self._specs, formats)
         self._loader.is_allocated = False  # from here on the layouts are not those of `formats`
         self.formats = formats
-        self._loader.allocate(layouts, self._slots, options.slot_bytes, self._vram_bytes, self._places(changed))
+        self._loader.allocate(layouts, self._slots, options.slot_bytes, self._vram_bytes, self._indices_of(changed))
 
-    def _places(self, blocks: Iterable[StreamedBlock]) -> set[int]:
+    def _indices_of(self, blocks: Iterable[StreamedBlock]) -> set[int]:
         return {self._loader.names.index(block.name) for block in blocks}
 
     def _layout_of(self, block: StreamedBlock) -> BlockLayout:
@@ -382,8 +382,8 @@ class BlockUpkeep:
         """The parameters that have changed since they were last read."""
         if block.name in self._unread:
             return list(block.parameters)
-        now, seen = _look_at_block(block), self._seen[block.name]
-        return [] if now == seen else [name for name, one in now.items() if one != seen[name]]
+        now, before = _look_at_block(block), self._seen[block.name]
+        return [] if now == before else [name for name, one in now.items() if one != before[name]]
 
     def unread(self, blocks: Iterable[str] | None = None) -> None:
         """Count every parameter of these blocks (None: of all) as changed."""
@@ -398,8 +398,8 @@ class BlockUpkeep:
         self._written.pop(block.name, None)
         for name in changed:
             one = block.parameters[name]
-            self._check(f"{block.name}.{name}", block, one, held := held_parameter(f"{block.name}.{name}", one))
-            one.parameter = held
+            self._check(f"{block.name}.{name}", block, one, parameter := held_parameter(f"{block.name}.{name}", one))
+            one.parameter = parameter
             if into_masters and self._training is not None and self._trains(block, name):
                 self._training.weight(block.name, name).read_parameter()
         self._note(block)
@@ -409,34 +409,36 @@ class BlockUpkeep:
         self._seen[block.name] = _look_at_block(block)
         self._unread.discard(block.name)
 
-    def _check(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
+    def _check(self, full_name: str, block: StreamedBlock, one: StreamedParameter, parameter: nn.Parameter) -> None:
         spec = self._specs[block.name][one.name]
-        if held.device.type != "cpu":
+        if parameter.device.type != "cpu":
             raise StreamError(
-                f"{full_name} is on {held.device} now: streamed parameters live on the host; put it on the CPU, or "
-                "close the stream first"
+                f"{full_name} is on {parameter.device} now: streamed parameters live on the host; put it on the CPU, "
+                "or close the stream first"
             )
-        if (tuple(held.shape), held.dtype) != (spec.shape, spec.dtype):
-            now, was = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (held, spec))
+        if (tuple(parameter.shape), parameter.dtype) != (spec.shape, spec.dtype):
+            now, was = (f"{tuple(one.shape)} {str(one.dtype).removeprefix('torch.')}" for one in (parameter, spec))
             raise StreamError(f"{full_name} is {now} now and was streamed as {was}; close the stream and stream again")
-        self._refuse_thawed(full_name, block, one, held)
+        self._refuse_thawed(full_name, block, one, parameter)
 
     def _refuse_thawed_weights(self, block: StreamedBlock) -> None:
         """Refuse a weight that requires gradients now and did not when the stream was opened, or has hooks."""
         for name, one in block.parameters.items():
-            module, local = one.places[0]
+            module, local = one.uses[0]
             if module._parameters.get(local) is one.parameter:  # else `read` refuses
                 self._refuse_thawed(f"{block.name}.{name}", block, one, one.parameter)
 
-    def _refuse_thawed(self, full_name: str, block: StreamedBlock, one: StreamedParameter, held: nn.Parameter) -> None:
-        if not held.requires_grad or self._options.train == "nothing":
+    def _refuse_thawed(
+        self, full_name: str, block: StreamedBlock, one: StreamedParameter, parameter: nn.Parameter
+    ) -> None:
+        if not parameter.requires_grad or self._options.train == "nothing":
             return
         if not self._trains(block, one.name):
             raise StreamError(
                 f"{full_name} requires gradients now and is streamed as frozen, so it would never get one; call "
                 "requires_grad_(False) on it, or close the stream and stream again"
             )
-        if held._backward_hooks or held._post_accumulate_grad_hooks:
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             raise StreamError(
                 f"{full_name} has hooks, and its gradient goes to the host past them, so they would never run; remove "
                 "them, or keep this block out of the stream"
@@ -473,8 +475,8 @@ class BlockUpkeep:
         """Put the Parameters into the state, for a forward of another thread may have begun while they were read."""
         block.put_back()
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            if isinstance(held := state.get(prefix + name), Tensor):
-                state[prefix + name] = parameter if isinstance(held, nn.Parameter) else parameter.detach()
+            if isinstance(saved := state.get(prefix + name), Tensor):
+                state[prefix + name] = parameter if isinstance(saved, nn.Parameter) else parameter.detach()
 
     @alone
     def _before_loading(self, block: StreamedBlock, *_: Any) -> None:
@@ -523,11 +525,11 @@ def formats_of(formats: Formats, blocks: Iterable[StreamedBlock], current: Block
     chosen = resolve_formats(formats, {block.name: {**block.specs, **routed[block.name]} for block in blocks}, current)
     for block, specs in routed.items():
         for name, spec in specs.items():
-            own, asked = own_format(spec, f"{block}.{name}").name, chosen[block].pop(name).name
-            if asked != own:
+            own_type, asked = own_format(spec, f"{block}.{name}").name, chosen[block].pop(name).name
+            if asked != own_type:
                 raise StreamError(
-                    f"{block}.{name}: experts that cross by use do so in their own type, {own}, got {asked}; give "
-                    f"formats={{'*.{name}': '{own}', ...}} with the others behind it, or stream with experts='all'"
+                    f"{block}.{name}: experts that cross by use do so in their own type, {own_type}, got {asked}; give "
+                    f"formats={{'*.{name}': '{own_type}', ...}} with the others behind it, or stream with experts='all'"
                 )
     return chosen
 

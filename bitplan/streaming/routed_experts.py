@@ -32,7 +32,7 @@ from bitplan.plan.structure.describe import experts_of
 from bitplan.streaming.find_blocks import BlockLayout, StreamedBlock, StreamedParameter, Train, lay_out
 from bitplan.streaming.options import Experts, StreamRequest, own_format
 from bitplan.streaming.reencode_blocks import held_parameter, look_at
-from bitplan.streaming.saved_tensors import Place, in_backward, refuse_second_derivatives, save_weights_by_place
+from bitplan.streaming.saved_tensors import ViewLayout, in_backward, refuse_second_derivatives, save_where_weights_lie
 from bitplan.streaming.transfer.copies import Transfer
 from bitplan.streaming.transfer.devices import Mark
 from bitplan.streaming.transfer.expert_memory import ExpertMemory, ExpertStack
@@ -86,7 +86,7 @@ def take_out_experts(blocks: Sequence[StreamedBlock], train: Train) -> list[Mixt
 
 
 def _mixtures_of(block: StreamedBlock, train: Train) -> Iterator[Mixture]:
-    by_place = {(id(module), local): one for one in block.parameters.values() for module, local in one.places}
+    by_use = {(id(module), local): one for one in block.parameters.values() for module, local in one.uses}
     for path, module in block.module.named_modules():
         use = experts_of(module)
         if use is None:
@@ -104,14 +104,14 @@ def _mixtures_of(block: StreamedBlock, train: Train) -> Iterator[Mixture]:
                 )
         parameters = {}
         for local in use.weights:
-            one = by_place.get((id(module), local))
+            one = by_use.get((id(module), local))
             if one is None or (one.parameter.requires_grad and train != "nothing"):
                 raise StreamError(
                     f"{name}.{local} requires gradients, and experts that cross by use are frozen; call "
                     "requires_grad_(False) on it, or stream with experts='all'"
                 )
-            if len(one.places) > 1:
-                raise StreamError(f"{name}.{local} has {len(one.places)} places in its block; copy it, or stream all")
+            if len(one.uses) > 1:
+                raise StreamError(f"{name}.{local} has {len(one.uses)} places in its block; copy it, or stream all")
             parameters[local] = one
         yield Mixture(name, block, module, parameters, len(module.get_parameter(use.gate_up)))
 
@@ -209,13 +209,13 @@ class RoutedExperts:
         """Put a mixture's experts into the host's memory, of which its Parameters become views."""
         mixture, layout = self.mixtures[at], self._layouts[at]
         for local, one in mixture.parameters.items():
-            held, was = held_parameter(f"{mixture.name}.{local}", one), layout.pieces[local].spec
-            if held.device.type != "cpu" or (tuple(held.shape), held.dtype) != (was.shape, was.dtype):
+            current, was = held_parameter(f"{mixture.name}.{local}", one), layout.pieces[local].spec
+            if current.device.type != "cpu" or (tuple(current.shape), current.dtype) != (was.shape, was.dtype):
                 raise StreamError(
-                    f"{mixture.name}.{local} is {tuple(held.shape)} {held.dtype} on {held.device} now, and was "
-                    f"streamed as {was.shape} {was.dtype} from the host; close the stream and stream again"
+                    f"{mixture.name}.{local} is {tuple(current.shape)} {current.dtype} on {current.device} now, and "
+                    f"was streamed as {was.shape} {was.dtype} from the host; close the stream and stream again"
                 )
-            one.parameter = held
+            one.parameter = current
 
         def fill(buffer: Tensor) -> None:
             for local, piece in layout.pieces.items():
@@ -267,7 +267,7 @@ class RoutedExperts:
             saved = SavedExperts(self, at, chosen)
             with (
                 self._in_place(mixture, self._weights(at, self.take(at, chosen))),
-                save_weights_by_place(saved) if torch.is_grad_enabled() else nullcontext(),
+                save_where_weights_lie(saved) if torch.is_grad_enabled() else nullcontext(),
             ):
                 output = forward(*args, **kwargs)
             with self._noted(at):  # the device has work now, while the host prepares what follows
@@ -281,13 +281,13 @@ class RoutedExperts:
     @contextmanager
     def _in_place(self, mixture: Mixture, weights: Mapping[str, Tensor]) -> Iterator[None]:
         """In the modules' dicts any tensor may lie."""
-        held: dict[str, Any] = mixture.module._parameters
+        in_module: dict[str, Any] = mixture.module._parameters
         try:
-            held.update(weights)
+            in_module.update(weights)
             yield
         finally:
             for local, one in mixture.parameters.items():
-                held[local] = one.parameter
+                in_module[local] = one.parameter
 
     def _weights(self, at: int, buffer: Tensor) -> dict[str, Tensor]:
         key = buffer.data_ptr(), at
@@ -380,7 +380,7 @@ class RoutedExperts:
 
 
 class SavedExperts:
-    """Where the weights of one call lie, for `save_weights_by_place`: backward takes the same experts again."""
+    """Where the weights of one call lie, for `save_where_weights_lie`: backward takes the same experts again."""
 
     def __init__(self, experts: RoutedExperts, at: int, chosen: Sequence[int]) -> None:
         self._experts, self._at, self._chosen = experts, at, chosen
@@ -396,13 +396,13 @@ class SavedExperts:
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         return (self._at, False) if self._experts.memory.is_owner(storage) else None
 
-    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
+    def view(self, block: int, layout: ViewLayout, *, in_scratch: bool, serial: int) -> Tensor:
         name = self._experts.mixtures[block].name
         self._experts._loader.refuse_stale(name, serial)
         refuse_second_derivatives(name)
         buffer = self._experts.take(self._at, self._chosen)
         self._experts.send_ahead(self._at)  # a recomputed forward may have been stopped before it did
-        return buffer.view(place.dtype).as_strided(place.size, place.stride, place.offset)
+        return buffer.view(layout.dtype).as_strided(layout.size, layout.stride, layout.offset)
 
 
 def _layout_of(mixture: Mixture) -> BlockLayout:

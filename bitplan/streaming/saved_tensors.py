@@ -40,11 +40,11 @@ class StreamedWeights(Protocol):
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         """The block whose weights lie in this storage, and whether the storage is the scratch."""
 
-    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
+    def view(self, block: int, layout: ViewLayout, *, in_scratch: bool, serial: int) -> Tensor:
         """A part of the buffer that holds the block now, loaded if need be."""
 
 
-class Place(NamedTuple):
+class ViewLayout(NamedTuple):
     """Where a tensor lies in its storage; the offset counts numbers."""
 
     dtype: torch.dtype
@@ -59,7 +59,7 @@ class SavedWeight(NamedTuple):
     block: int
     in_scratch: bool
     serial: int
-    place: Place
+    layout: ViewLayout
 
 
 class _Passed(NamedTuple):
@@ -69,7 +69,7 @@ class _Passed(NamedTuple):
     unpack: Callable[[Any], Tensor]
 
 
-def save_weights_by_place(source: StreamedWeights) -> torch.autograd.graph.saved_tensors_hooks:
+def save_where_weights_lie(source: StreamedWeights) -> torch.autograd.graph.saved_tensors_hooks:
     """The context in which a streamed block computes.
 
     A block saves some sixty tensors, and each passes here twice: most are told from weights by their address alone.
@@ -83,16 +83,16 @@ def save_weights_by_place(source: StreamedWeights) -> torch.autograd.graph.saved
         except RuntimeError:  # a sparse tensor; asking for the layout of each would take longer than all else here
             is_near = False
         if is_near and (owner := source.owner_of(tensor.untyped_storage().data_ptr())):
-            place = Place(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
-            return SavedWeight(owner[0], owner[1], source.serial, place)
+            layout = ViewLayout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+            return SavedWeight(owner[0], owner[1], source.serial, layout)
         return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         if isinstance(saved, SavedWeight):
-            block, in_scratch, serial, place = saved
-            return source.view(block, place, in_scratch=in_scratch, serial=serial)
+            block, in_scratch, serial, layout = saved
+            return source.view(block, layout, in_scratch=in_scratch, serial=serial)
         tensor: Tensor = saved.unpack(saved.value)
         return tensor
 
@@ -104,11 +104,11 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-def refuse_second_derivatives(place: str) -> None:
-    """Within a backward: what it saves for a backward of its own is saved without our hooks, so not by place."""
+def refuse_second_derivatives(where: str) -> None:
+    """Within a backward: what it saves for a backward of its own is saved without our hooks, so not as a position."""
     if torch.is_grad_enabled() and in_backward():
         raise StreamError(
-            f"{place}: create_graph=True (a gradient penalty, a second derivative) keeps streamed weights beyond their "
+            f"{where}: create_graph=True (a gradient penalty, a second derivative) keeps streamed weights beyond their "
             "time on the device; call backward or torch.autograd.grad without it, or train without streaming"
         )
 

@@ -43,7 +43,7 @@ from bitplan.streaming.options import (
 )
 from bitplan.streaming.reencode_blocks import BlockUpkeep, formats_of, lay_out_all, mergeable_in, refuse_unmerging
 from bitplan.streaming.routed_experts import Mixture, RoutedExperts, take_out_experts
-from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_weights_by_place
+from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_where_weights_lie
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.optimizers import Settings
@@ -78,7 +78,7 @@ class BlockCalls:
             try:
                 return self._in_turn(compute, index, block, args, kwargs)
             except Exception as error:
-                error.add_note(f"bitplan: in streamed block {self._loader.place(index)}")
+                error.add_note(f"bitplan: in streamed block {self._loader.where(index)}")
                 if isinstance(error, torch.OutOfMemoryError):
                     self._stream._upkeep.ran_out()
                 raise
@@ -112,7 +112,7 @@ class BlockCalls:
             return self._run(compute, index, block, args, kwargs)
         with self._loader.turns:
             if self._loader.step is not None:
-                self._loader.turns.claim_step(self._loader.serial, self._loader.place(index))
+                self._loader.turns.claim_step(self._loader.serial, self._loader.where(index))
             return self._run(compute, index, block, args, kwargs)
 
     def _run(
@@ -155,7 +155,7 @@ class BlockCalls:
             weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
         try:
             _put_into_modules(block, weights)
-            with save_weights_by_place(self._loader) if grad and settled is None else nullcontext():
+            with save_where_weights_lie(self._loader) if grad and settled is None else nullcontext():
                 output = forward(*args, **kwargs)
         finally:
             try:
@@ -190,9 +190,9 @@ class BlockCalls:
 def _put_into_modules(block: StreamedBlock, weights: Mapping[str, Tensor] | None) -> None:
     """Make these tensors the block's parameters (None: its own again); in the modules' dicts any tensor may lie."""
     for name, one in block.parameters.items():
-        held: Any = one.parameter if weights is None else weights[name]
-        for module, local in one.places:
-            module._parameters[local] = held
+        tensor: Any = one.parameter if weights is None else weights[name]
+        for module, local in one.uses:
+            module._parameters[local] = tensor
     for one in block.routed.values() if weights is None else ():
         one.put_back()  # Ctrl-C
 
@@ -255,9 +255,9 @@ def stream_blocks(
         offload_activations=offload_activations,
     )
     request.check()
-    found = find_blocks(model, blocks, train)
-    mixtures = [] if request.experts == "all" else take_out_experts(found, train)
-    return BlockStream(model, found, mixtures, open_device(device), request)
+    streamed = find_blocks(model, blocks, train)
+    mixtures = [] if request.experts == "all" else take_out_experts(streamed, train)
+    return BlockStream(model, streamed, mixtures, open_device(device), request)
 
 
 class BlockStream:
@@ -289,7 +289,7 @@ class BlockStream:
         self._loader = WeightLoader(device, self._host, names, self.training, options.timeout_s)
         if options.offload_activations:
             self._loader.activations = ActivationOffload(
-                device, len(blocks), self._loader.place, self._loader.room, options.timeout_s
+                device, len(blocks), self._loader.where, self._loader.room, options.timeout_s
             )
         self._upkeep = BlockUpkeep(blocks, formats, self._loader, options)
         if self.training is not None:
@@ -522,23 +522,23 @@ class BlockStream:
         }
         for block in self.blocks:
             for name, one in block.routed.items():
-                own = Choice(own_format(one.spec, name).name, "when its router chose it", cause="rule")
-                entries[f"{block.name}.{name}"] = Planned(own, one.spec.shape, kind="wire")
+                choice = Choice(own_format(one.spec, name).name, "when its router chose it", cause="rule")
+                entries[f"{block.name}.{name}"] = Planned(choice, one.spec.shape, kind="wire")
         if self.training is not None:
             entries |= self.training.plan.entries
             for name in self.training.trained():
-                own = Choice(
+                choice = Choice(
                     str(specs[name].dtype).removeprefix("torch."), "in the type of the weight", cause="default"
                 )
-                entries[f"{name}.gradient"] = Planned(own, specs[name].shape, kind="gradient")
+                entries[f"{name}.gradient"] = Planned(choice, specs[name].shape, kind="gradient")
         return Plan(entries)
 
     def truth_of(self, block: str, name: str) -> Tensor:
         """A streamed weight on the host, whatever format it is sent in: its master where it is trained."""
         if self.training is not None and self.training.trains(block, name):
             return self.training.weight(block, name).source(is_own_type=False)
-        found = self._by_name[block]
-        return (found.routed | found.parameters)[name].parameter.detach()
+        of_block = self._by_name[block]
+        return (of_block.routed | of_block.parameters)[name].parameter.detach()
 
     @property
     def stats(self) -> StreamStats:

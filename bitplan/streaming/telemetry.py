@@ -119,12 +119,12 @@ class StepRecorder:
     def stats(self) -> StreamStepStats:
         """Read the clocks; `has_passed` must hold."""
         assert self.end is not None
-        made = [(transfer.copied, sizes) for transfer, sizes in self.loads if transfer.copied is not None]
+        copies = [(transfer.copied, sizes) for transfer, sizes in self.loads if transfer.copied is not None]
         back = [(transfer.copied, nbytes) for transfer, nbytes in self.returned if transfer.copied is not None]
         moved: Counter[str] = Counter({ACTIVATIONS: sum(nbytes for _, nbytes in back)} if back else {})
-        for _, sizes in made:
+        for _, sizes in copies:
             moved.update(sizes)
-        copy_ms = sum(self.device.elapsed_ms(*copied) for copied, _ in [*made, *back])
+        copy_ms = sum(self.device.elapsed_ms(*copied) for copied, _ in [*copies, *back])
         stall_ms = sum(self.device.elapsed_ms(*wait) for wait in self.waits)
         step_ms = self.device.elapsed_ms(self.start, self.end)
         with self._lock:
@@ -143,7 +143,7 @@ class StepRecorder:
             bytes_d2h=sum(out.values()),
             bytes_d2h_by_format=out,
             h2d_gb_per_s=moved.total() / copy_ms / 1e6 if copy_ms else None,
-            loads=len(made),
+            loads=len(copies),
             prefetch_hits=self.hits,
             prefetch_misses=self.misses,
             prefetches_held_back=self.held_back,

@@ -24,7 +24,7 @@ from torch import Tensor
 from bitplan.base.errors import StreamError
 from bitplan.base.records import on_failure
 from bitplan.streaming.find_blocks import BlockLayout
-from bitplan.streaming.saved_tensors import Place, refuse_second_derivatives
+from bitplan.streaming.saved_tensors import ViewLayout, refuse_second_derivatives
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.transfer.activation_offload import ActivationOffload
@@ -113,10 +113,10 @@ class WeightLoader:
             return
         self.free()
         count, resident = self._share(layouts, slots, size, scratch, budget)
-        own = {block: layouts[block].nbytes for block in resident}
-        spare = 0 if count else self._spare(budget)[0] - scratch - size * len(own)  # see `_resize_residents`
-        decoded = share_decoded({block: layouts[block].scratch_nbytes for block in sorted(own)}, spare)
-        self._ring = SlotRing(self.device, count, size, own, scratch, decoded)
+        resident_bytes = {block: layouts[block].nbytes for block in resident}
+        spare = 0 if count else self._spare(budget)[0] - scratch - size * len(resident_bytes)  # see `_resize_residents`
+        decoded = share_decoded({block: layouts[block].scratch_nbytes for block in sorted(resident_bytes)}, spare)
+        self._ring = SlotRing(self.device, count, size, resident_bytes, scratch, decoded)
         self._walk = self._first_walk(resident)
         self._uploader.resize(max(size, largest))
         self.is_allocated = True
@@ -375,13 +375,13 @@ class WeightLoader:
             return None if self._decoded is None else (self._decoded, True)
         return owner
 
-    def view(self, block: int, place: Place, *, in_scratch: bool, serial: int) -> Tensor:
+    def view(self, block: int, layout: ViewLayout, *, in_scratch: bool, serial: int) -> Tensor:
         self.refuse_stale(self.names[block], serial)
-        refuse_second_derivatives(self.place(block))
+        refuse_second_derivatives(self.where(block))
         if self.training is not None:
             self.training.gradients.note_backward()
         self._acquire(block, wraps=False)
-        return self._decoder.view(self.ring.scratch_of(block) if in_scratch else self._buffer, place)
+        return self._decoder.view(self.ring.scratch_of(block) if in_scratch else self._buffer, layout)
 
     def refuse_stale(self, name: str, serial: int) -> None:
         """Refuse a backward through weights that were saved in a step that has ended."""
@@ -398,7 +398,7 @@ class WeightLoader:
         is_allowed = self._limits.prefetch_window_cap > 0 and not self._limits.suppress_speculative
         return is_allowed and (self.room() or 0) > 0
 
-    def place(self, block: int) -> str:
+    def where(self, block: int) -> str:
         """A block and the step, for messages."""
         return f"{self.names[block]}, {'outside a step' if self.step is None else f'step {self.step}'}"
 
@@ -415,7 +415,7 @@ class WeightLoader:
         except BaseException as error:
             self.is_broken = True
             if not isinstance(error, StreamError):  # Ctrl-C keeps its type and gets block and step as a note
-                error.add_note(f"bitplan: while waiting for {self.place(block)}")
+                error.add_note(f"bitplan: while waiting for {self.where(block)}")
             raise
 
     def _move_to(self, block: int, *, wraps: bool) -> None:
@@ -471,7 +471,7 @@ class WeightLoader:
         if slot is None:
             if self._is_changing(block):
                 raise StreamError(
-                    f"{self.place(block)}: needed again after its gradients were whole, when update_in_backward=True "
+                    f"{self.where(block)}: needed again after its gradients were whole, when update_in_backward=True "
                     "has changed it; train this model without that option"
                 )
             if block in self._walk.resident:
@@ -498,8 +498,8 @@ class WeightLoader:
         """Wait, on the optimizer's thread, until no copy reads a block's bytes on the host."""
         ring, index = self._ring, self.names.index(block)
         slots = [] if ring is None else [*ring.slots, *ring.resident.values()]
-        held = [slot.transfer for slot in slots if slot.block == index and slot.transfer is not None]
-        self.wait_for_copies(held)
+        reading = [slot.transfer for slot in slots if slot.block == index and slot.transfer is not None]
+        self.wait_for_copies(reading)
 
     @property
     def _whole(self) -> int | None:
@@ -523,7 +523,7 @@ class WeightLoader:
             block,
             name,
             layout.nbytes,
-            self.place(block),
+            self.where(block),
             is_fresh=None if training is None else lambda: training.wait_fresh(name),
         )
         if self.recorder is not None:

@@ -95,7 +95,7 @@ def test_bfloat16_gradients_are_clipped_as_float32_ones_and_stay_as_they_came(mo
         run_streamed(model, stream, 3, 1, torch.bfloat16)
         assert stream.training.gradient_norm == norms[-1]
         assert_equal(masters_of(stream), masters)
-        assert not stream.training._places._wide
+        assert not stream.training._gradient_memory._wide
 
 
 @pytest.mark.parametrize("then", ["clip", "backward"])

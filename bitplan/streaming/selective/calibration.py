@@ -370,9 +370,9 @@ class _Run:
             for block in self.stream.blocks
         ]
         measured: dict[tuple[str, str], list[Tensor]] = {}
-        for place in self.units.linear_places()[0]:
-            hook = self._layer_hook(place.weight, place.local, measured)
-            handles.append(place.module.register_forward_hook(hook, with_kwargs=True))
+        for use in self.units.linear_uses()[0]:
+            hook = self._layer_hook(use.weight, use.local, measured)
+            handles.append(use.module.register_forward_hook(hook, with_kwargs=True))
         self._run(at, handles)
         for (name, fmt), errors in measured.items():
             row.setdefault(name, {})[fmt] = finite_or_none(float(torch.stack(errors).mean()))

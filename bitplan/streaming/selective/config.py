@@ -224,17 +224,17 @@ def _without_turned_down(reader: Reader, section: Any) -> Any:
 
 
 def _check_force_lists(reader: Reader, config: SelectivePrecisionConfig) -> None:
-    seen: dict[str, str] = {}
+    key_of: dict[str, str] = {}
     for precision in PRECISIONS:
-        here = f"force_{precision}_blocks"
+        key = f"force_{precision}_blocks"
         for name in _forced_names(config, precision):
-            if seen.get(name) == here:
-                reader.stop(f"{here} names {name!r} twice; keep one")
-            if name in seen:
+            if key_of.get(name) == key:
+                reader.stop(f"{key} names {name!r} twice; keep one")
+            if name in key_of:
                 reader.stop(
-                    f"{name!r} is in {seen[name]} and in {here}; a block has one precision: keep one of the two"
+                    f"{name!r} is in {key_of[name]} and in {key}; a block has one precision: keep one of the two"
                 )
-            seen[name] = here
+            key_of[name] = key
 
 
 def _forced_names(config: SelectivePrecisionConfig, precision: str) -> tuple[str, ...]:

@@ -232,7 +232,7 @@ class _Sent:
 class _Copy:
     """Numbers of one device on their way: which figures they are, their lengths, and an event of their arrival."""
 
-    places: list[int]
+    indices: list[int]
     lengths: list[int]
     numbers: Tensor
     event: torch.cuda.Event | None
@@ -365,14 +365,14 @@ def _send(tensors: list[Tensor]) -> list[_Copy]:
     for at, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(at)
     copies = []
-    for device, places in groups.items():
-        numbers = torch.cat([tensors[at].reshape(-1) for at in places]).double()
+    for device, indices in groups.items():
+        numbers = torch.cat([tensors[at].reshape(-1) for at in indices]).double()
         event = None
         if device.type == "cuda":
             numbers = numbers.to("cpu", non_blocking=True)  # into pinned memory
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(device))
-        copies.append(_Copy(places, [tensors[at].numel() for at in places], numbers, event))
+        copies.append(_Copy(indices, [tensors[at].numel() for at in indices], numbers, event))
     return copies
 
 
@@ -383,7 +383,7 @@ def _arrived(copies: list[_Copy], count: int) -> list[list[float]]:
         if copy.event is not None:
             copy.event.synchronize()
         numbers, start = copy.numbers.tolist(), 0
-        for at, length in zip(copy.places, copy.lengths, strict=True):
+        for at, length in zip(copy.indices, copy.lengths, strict=True):
             rows[at] = numbers[start : start + length]
             start += length
     return rows

@@ -45,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 from bitplan.base.hardware import to_device
 from bitplan.streaming.saved_tensors import outer_hooks
 from bitplan.streaming.selective.gradient_statistics import GradStatsCollector, impact_of, rounding_error
-from bitplan.streaming.selective.precision_units import LinearPlace, PrecisionUnits
+from bitplan.streaming.selective.precision_units import LinearUse, PrecisionUnits
 
 
 def sample_rows(count: int, most: int, key: str) -> list[int] | None:
@@ -70,7 +70,7 @@ class LayerProbes:
         self._precisions: Mapping[str, str] | None = None  # of the step that is measured
         self._due: frozenset[str] = frozenset()  # units to be measured in this step
         self._step = 0
-        self._places: dict[str, dict[_Key, str]] = {}  # unit -> where its weights are used -> their names
+        self._uses: dict[str, dict[_Key, str]] = {}  # unit -> where its weights are used -> their names
         self._measured: set[_Key] = set()  # of this step
         self._pathless: set[_Key] = set()  # of this step: layers that ran, and that no gradient will reach
         self._rows: dict[tuple[int, torch.device], Tensor | None] = {}  # of this step: number of rows -> sample
@@ -85,17 +85,17 @@ class LayerProbes:
 
     def hook_gradients(self) -> None:
         """Measure the gradients of streamed weights that are trained."""
-        for unit, module, local in self.units.trained_places():
+        for unit, module, local in self.units.trained_uses():
             self._handles.append(module.register_forward_pre_hook(self._gradient_hook(unit, local)))
 
     def hook_impacts(self) -> None:
         """Measure impacts on watched steps."""
-        places, self.unseen = self.units.linear_places()
+        uses, self.unseen = self.units.linear_uses()
         self._blind = {weight.unit for weight in self.units.weights if weight.full_name in self.unseen}
-        for place in places:
-            self._places.setdefault(place.weight.unit, {})[_key_of(place)] = place.weight.full_name
-            hook = self._impact_hook(place)
-            self._handles.append(place.module.register_forward_hook(hook, with_kwargs=True))
+        for use in uses:
+            self._uses.setdefault(use.weight.unit, {})[_key_of(use)] = use.weight.full_name
+            hook = self._impact_hook(use)
+            self._handles.append(use.module.register_forward_hook(hook, with_kwargs=True))
 
     def close(self) -> None:
         for handle in self._handles:
@@ -127,8 +127,8 @@ class LayerProbes:
         """After backward, drop incomplete impacts. Returns unit -> the first weight that was not measured."""
         lacking = {}
         for unit in self._due - self._blind:
-            places = self._places.get(unit, {})
-            missing = [name for key, name in places.items() if key not in self._measured or key in self._pathless]
+            uses = self._uses.get(unit, {})
+            missing = [name for key, name in uses.items() if key not in self._measured or key in self._pathless]
             if missing:
                 self.collector.drop_impacts(unit)
                 lacking[unit] = missing[0]
@@ -154,13 +154,13 @@ class LayerProbes:
 
         return before
 
-    def _impact_hook(self, place: LinearPlace) -> Callable[..., None]:
-        unit, key = place.weight.unit, _key_of(place)
+    def _impact_hook(self, use: LinearUse) -> Callable[..., None]:
+        unit, key = use.weight.unit, _key_of(use)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             if self._precisions is None or unit not in self._due or unit in self._blind or not torch.is_grad_enabled():
                 return
-            inputs, weight = first_tensor([*args, *kwargs.values()]), module._parameters[place.local]
+            inputs, weight = first_tensor([*args, *kwargs.values()]), module._parameters[use.local]
             if isinstance(output, Tensor) and not output.requires_grad:
                 self._pathless.add(key)
             if not (isinstance(output, Tensor) and output.requires_grad and inputs is not None and weight is not None):
@@ -169,14 +169,14 @@ class LayerProbes:
                 shapes = (
                     f"{tuple(weight.shape)} with an input of {inputs.shape[-1]} and an output of {output.shape[-1]}"
                 )
-                self.unseen[place.weight.full_name] = f"it does not compute W x: {shapes}"
+                self.unseen[use.weight.full_name] = f"it does not compute W x: {shapes}"
                 self._blind.add(unit)
                 return
             flat = inputs.detach().reshape(-1, inputs.shape[-1])
             rows = self._sample(len(flat), flat.device)
             # Always a copy: the input may be changed in place later, which autograd would not detect here.
             saved = _Saved(flat.clone() if rows is None else flat.index_select(0, rows), weight.detach())
-            measure = self._measure(place, self._precisions[unit] != "bf16", rows)
+            measure = self._measure(use, self._precisions[unit] != "bf16", rows)
             output.register_hook(lambda gradient: measure(gradient, saved))
 
         return after
@@ -189,8 +189,8 @@ class LayerProbes:
             self._rows[key] = None if rows is None else to_device(torch.tensor(rows), device)
         return self._rows[key]
 
-    def _measure(self, place: LinearPlace, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Saved], None]:
-        fmt, weight = self.units.config.int8_format, place.weight
+    def _measure(self, use: LinearUse, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Saved], None]:
+        fmt, weight = self.units.config.int8_format, use.weight
 
         def measure(gradient: Tensor, saved: _Saved) -> None:
             inputs, on_device = saved.take()
@@ -202,13 +202,13 @@ class LayerProbes:
             true = to_device(self.units.truth(weight), on_device.device) if is_low else on_device
             impact = impact_of(flat, inputs, rounding_error(true, fmt))
             self.collector.add_impact(weight.unit, "int8", impact, scale)
-            self._measured.add(_key_of(place))
+            self._measured.add(_key_of(use))
 
         return measure
 
 
-def _key_of(place: LinearPlace) -> _Key:
-    return id(place.module), place.local
+def _key_of(use: LinearUse) -> _Key:
+    return id(use.module), use.local
 
 
 class _Saved:

@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class LinearPlace:
+class LinearUse:
     """A module that computes y = W x + something, where W is a streamed matrix."""
 
     weight: Weight
@@ -104,9 +104,11 @@ class PrecisionUnits:
     def _block_formats(self, block: StreamedBlock, precision: str) -> dict[str, Format]:
         formats = {}
         for name, one in block.parameters.items():
-            own = str(one.parameter.dtype).removeprefix("torch.")
+            own_type = str(one.parameter.dtype).removeprefix("torch.")
             is_matrix = one.parameter.ndim >= 2
-            formats[name] = get_format(high_or_low(self.config, precision, one.parameter.dtype) if is_matrix else own)
+            formats[name] = get_format(
+                high_or_low(self.config, precision, one.parameter.dtype) if is_matrix else own_type
+            )
         return formats
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
@@ -130,28 +132,28 @@ class PrecisionUnits:
         longest = max(shared.values(), default=0)
         return [unit for unit, length in shared.items() if length == longest and longest]
 
-    def trained_places(self) -> Iterator[tuple[str, nn.Module, str]]:
-        """Yield unit, module and local name of every place of a streamed parameter that is trained on the host."""
+    def trained_uses(self) -> Iterator[tuple[str, nn.Module, str]]:
+        """Yield unit, module and local name of every use of a streamed parameter that is trained on the host."""
         for block in self.stream.blocks:
             for name, one in block.parameters.items():
                 unit = next((weight.unit for weight in self.weights if weight.block is block and weight.one is one), "")
                 if not unit and self.config.granularity == "block":  # a vector of the block
                     unit = block.name if block.name in self.names else ""
                 if unit and self.stream.training is not None and self.stream.training.trains(block.name, name):
-                    for module, local in one.places:
+                    for module, local in one.uses:
                         yield unit, module, local
 
-    def linear_places(self) -> tuple[list[LinearPlace], dict[str, str]]:
+    def linear_uses(self) -> tuple[list[LinearUse], dict[str, str]]:
         """The modules that multiply a weight with an input; and weight -> reason where this cannot be observed."""
-        places, unseen = [], {}
-        held = Counter(id(module) for weight in self.weights for module, _ in weight.one.places)
+        uses, unseen = [], {}
+        holders = Counter(id(module) for weight in self.weights for module, _ in weight.one.uses)
         for weight in self.weights:
-            why = _why_not_linear(weight, held)
+            why = _why_not_linear(weight, holders)
             if why:
                 unseen[weight.full_name] = why
             else:
-                places += [LinearPlace(weight, module, local) for module, local in weight.one.places]
-        return places, unseen
+                uses += [LinearUse(weight, module, local) for module, local in weight.one.uses]
+        return uses, unseen
 
     def truth(self, weight: Weight) -> Tensor:
         """The weight on the host as a high-precision block would send it, whatever its present format."""
@@ -183,19 +185,19 @@ def _check_whole(weights: list[Weight], config: SelectivePrecisionConfig) -> Non
             raise SelectiveError(f"int8_format {fmt.name} does not fit this model: {error}") from None
 
 
-def _why_not_linear(weight: Weight, held: Mapping[int, int]) -> str:
+def _why_not_linear(weight: Weight, holders: Mapping[int, int]) -> str:
     parameter = weight.one.parameter
     if parameter.ndim != 2:
         return f"it has {parameter.ndim} axes"
-    for module, _ in weight.one.places:
+    for module, _ in weight.one.uses:
         if module is weight.block.module:
             return "the block itself holds it; put the layer into a module of its own"
         product = product_of(module)
         is_turned = product is not None and product.is_columns  # y = x W: if square, its shape is a linear layer's
         if is_turned or isinstance(module, nn.Embedding | nn.EmbeddingBag):
             return f"a {type(module).__name__} does not compute W x"
-        if held[id(module)] > 1:
-            return f"its module, a {type(module).__name__}, holds {held[id(module)]} streamed matrices"
+        if holders[id(module)] > 1:
+            return f"its module, a {type(module).__name__}, holds {holders[id(module)]} streamed matrices"
     return ""
 
 

@@ -630,8 +630,8 @@ class RunController(Closing):
         for block in self.stream.blocks:
             for path, one in block.parameters.items():
                 if one.parameter.ndim >= 2:
-                    own = str(one.parameter.dtype).removeprefix("torch.")
-                    formats[f"{block.name}.{path}"] = self.settings.wire if f"{block.name}.{WIRE}" in low else own
+                    own_type = str(one.parameter.dtype).removeprefix("torch.")
+                    formats[f"{block.name}.{path}"] = self.settings.wire if f"{block.name}.{WIRE}" in low else own_type
         return formats
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
@@ -695,8 +695,10 @@ def rows_of(
                 yield RunRow(block.name, part, BF16, f"fp8:{recipes[0]}", "product", "a run begins in BF16")
         matrices = [one.parameter for one in block.parameters.values() if one.parameter.ndim >= 2]
         if matrices:
-            own = str(matrices[0].dtype).removeprefix("torch.")
-            yield RunRow(block.name, WIRE, own, wire if wire != own else None, "wire", "a run begins in its own type")
+            own_type = str(matrices[0].dtype).removeprefix("torch.")
+            yield RunRow(
+                block.name, WIRE, own_type, wire if wire != own_type else None, "wire", "a run begins in its own type"
+            )
         moments = [states[name] for path in block.parameters if (name := f"{block.name}.{path}.{MOMENTS}") in states]
         if moments:
             small = next((one for one in moments if one.format != "float32"), moments[0])

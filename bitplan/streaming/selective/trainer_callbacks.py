@@ -336,9 +336,11 @@ class _FollowedOptimizer:
             self._optimizer = optimizer
             self._say_what_holds(training)
         self._settings = settings = {at: _settings_of(optimizer, at, self._settings.get(at)) for at in self._groups}
-        own = {key: settings[at].of(training.weight(*key).shape) for at, keys in self._groups.items() for key in keys}
+        by_weight = {
+            key: settings[at].of(training.weight(*key).shape) for at, keys in self._groups.items() for key in keys
+        }
         try:
-            training.own_settings = own
+            training.own_settings = by_weight
         except StreamError as error:
             raise SelectiveError(f"the trainer's optimizer cannot train streamed weights: {error}") from None
         rates = {one.lr for one in settings.values()}

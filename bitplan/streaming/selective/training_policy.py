@@ -165,8 +165,8 @@ class TransferMeter:
     def settle(self) -> TransferFacts | None:
         """The facts, fixed from now on; None where no clock has been read yet."""
         if self.facts is None and self._seen:
-            seen = list(self._seen.values())
-            self.facts = TransferFacts(*(statistics.median(getattr(one, key) for one in seen) for key in KEYS))
+            measured = list(self._seen.values())
+            self.facts = TransferFacts(*(statistics.median(getattr(one, key) for one in measured) for key in KEYS))
         return self.facts
 
     def to_document(self) -> dict[str, float] | None:

@@ -73,8 +73,10 @@ def setting(name: str, value: Any, *, below: float = math.inf) -> float:
     """A setting of AdamW as a float, if it is a number (or a tensor of one) from 0 to `below`."""
     is_number = isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1)
     if isinstance(value, bool) or not is_number or not 0.0 <= float(value) < below:
-        wanted = "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
-        raise StreamError(f"AdamW: {name}: expected {wanted}, got {_on_one_line(value)}")
+        expected = (
+            "a finite number of at least 0" if below == math.inf else f"a number of at least 0 and below {below:g}"
+        )
+        raise StreamError(f"AdamW: {name}: expected {expected}, got {_on_one_line(value)}")
     return float(value)
 
 
@@ -110,8 +112,8 @@ def step_by_torch(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> 
     """The definition; as many numbers at a time as the scratch has, where a gradient in another type is widened."""
     master, gradient, first, second, sent = tensors
     count = torch.tensor(float(rates.step))
-    given = (master, gradient, first, second) if sent is None else (master, gradient, first, second, sent)
-    for weights, part, mean, square, *copies in pieces(given, len(scratch)):
+    flat = (master, gradient, first, second) if sent is None else (master, gradient, first, second, sent)
+    for weights, part, mean, square, *copies in pieces(flat, len(scratch)):
         if part.dtype != torch.float32 or rates.factor != 1.0:
             part = scratch[: len(part)].copy_(part)
         if rates.factor != 1.0:

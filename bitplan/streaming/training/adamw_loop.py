@@ -146,10 +146,10 @@ def _all(number: int) -> Any:
 def _read(writer: VectorWriter, array: Any, index: Any) -> Any:
     kind, builder = writer.kinds[0].dtype, writer.builder
     pointed = ir.VectorType(writer.llvm(kind), LANES)
-    held = builder.load(writer.pointer(array, index, pointed), align=kind.bitwidth // 8)
+    numbers = builder.load(writer.pointer(array, index, pointed), align=kind.bitwidth // 8)
     if kind == types.float32:
-        return held
-    return builder.bitcast(builder.shl(builder.zext(held, WORDS), _all(16)), writer.llvm(FLOATS))
+        return numbers
+    return builder.bitcast(builder.shl(builder.zext(numbers, WORDS), _all(16)), writer.llvm(FLOATS))
 
 
 def _write(writer: VectorWriter, array: Any, index: Any, numbers: Any) -> Any:
@@ -191,9 +191,9 @@ def _step(master, gradient, first, second, sent, sends, factors):
 
 
 @inlined
-def _random(place, seed):
+def _random(position, seed):
     """A number of `random_numbers`; every product is cut to 32 bits, for numba makes it one of 64."""
-    word = U32(place * U32(STRIDE) + seed)
+    word = U32(position * U32(STRIDE) + seed)
     word = U32((word ^ (word >> U32(16))) * U32(FIRST_MIX))
     word = U32((word ^ (word >> U32(15))) * U32(SECOND_MIX))
     return F32(I32(U32(word ^ (word >> U32(15))) >> U32(8))) * F32(2.0**-24)
@@ -243,10 +243,10 @@ def _step_small(
         by = scales[0] if scales[0] != 0 else F32(1)
         second_by = scales[1] if scales[1] != 0 else F32(1)
         for i in range(BLOCK):
-            place = U32(start + at + i)
-            code = I32(np.sqrt(abs(means[i]) / by) * F32(FIRST_CODES) + _random(place, seeds[0]))
+            position = U32(start + at + i)
+            code = I32(np.sqrt(abs(means[i]) / by) * F32(FIRST_CODES) + _random(position, seeds[0]))
             code = min(code, I32(FIRST_CODES))
             first[at + i] = np.int8(-code if means[i] < 0 else code)
-            code = I32(np.sqrt(squares[i] / second_by) * F32(SECOND_CODES) + _random(place, seeds[1]))
+            code = I32(np.sqrt(squares[i] / second_by) * F32(SECOND_CODES) + _random(position, seeds[1]))
             code = max(min(code, I32(SECOND_CODES)), I32(1))
             second[at + i] = np.uint8(code if squares[i] != 0 else I32(0))

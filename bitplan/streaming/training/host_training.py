@@ -1,6 +1,6 @@
 """HostTraining: FP32 masters of streamed weights on the host, gradients copied back, AdamW during the next transfers.
 
-    backward, device   gradient of a weight is ready -> gradient thread: copy it out to its place (`GradientPlaces`)
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out to the host (`GradientMemory`)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
@@ -59,9 +59,9 @@ def share_overflow(
     scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer | None, host: object, *, is_finite: bool
 ) -> bool:
     """Note whether gradients of `host` are finite, for it and the optimizer; whether any of the two overflowed."""
-    here = torch.tensor(0.0 if is_finite else 1.0)
+    mine = torch.tensor(0.0 if is_finite else 1.0)
     states: Any = scaler._per_optimizer_states
-    states[id(host)][NOTES] = {here.device: here}
+    states[id(host)][NOTES] = {mine.device: mine}
     if optimizer is None:
         return not is_finite
     if states[id(optimizer)]["stage"] is OptState.READY:
@@ -69,7 +69,7 @@ def share_overflow(
     notes = states[id(optimizer)][NOTES]
     overflowed = not is_finite or any(bool(note.item()) for note in notes.values())
     if overflowed or not notes:  # a scaler refuses to step an optimizer of which it has no note
-        notes[here.device] = torch.tensor(float(overflowed))
+        notes[mine.device] = torch.tensor(float(overflowed))
     return overflowed
 
 
@@ -78,13 +78,13 @@ NUMBERS_ADDED_AT_A_TIME = 2**22
 Key = tuple[str, str]  # block and parameter
 
 
-class GradientPlaces:
+class GradientMemory:
     """The memory of one stream's gradients."""
 
     def __init__(self, device: StreamDevice, specs: Mapping[str, Mapping[str, ParameterSpec]], *, pinned: bool) -> None:
-        """pinned: the device writes into the places; else into one pinned buffer, from which they are filled."""
+        """pinned: the device writes into the gradients themselves; else into one pinned buffer, then copied to them."""
         self.device, self.specs, self.pinned = device, specs, pinned
-        self._places: dict[Key, Tensor] = {}
+        self._tensors: dict[Key, Tensor] = {}
         self._wide: dict[Key, Tensor] = {}
         self._measured: Tensor | None = None  # one gradient in float32
         self._buffers = [self._block(block, parameters) for block, parameters in specs.items()]
@@ -99,15 +99,15 @@ class GradientPlaces:
             parts[name] = Part(end, spec.dtype, spec.shape)
             end = aligned(end + spec.nbytes)
         buffer = exact_buffer(end)
-        self._places |= {(block, name): part.view(buffer) for name, part in parts.items()}
+        self._tensors |= {(block, name): part.view(buffer) for name, part in parts.items()}
         return buffer
 
     def target(self, key: Key, dtype: torch.dtype, *, is_first: bool) -> Tensor:
         """Memory that the device copies a gradient to."""
-        place = self._places[key]
-        if is_first and self.pinned and place.dtype == dtype:
-            return place
-        return self.staging[: place.numel() * dtype.itemsize].view(dtype).view(place.shape)
+        gradient = self._tensors[key]
+        if is_first and self.pinned and gradient.dtype == dtype:
+            return gradient
+        return self.staging[: gradient.numel() * dtype.itemsize].view(dtype).view(gradient.shape)
 
     def added(self, key: Key, arrived: Tensor, before: Tensor | None) -> Tensor:
         """The sum of a weight's gradients, after one that has arrived at its `target`."""
@@ -116,12 +116,12 @@ class GradientPlaces:
             for into, part in pieces((wide, arrived), NUMBERS_ADDED_AT_A_TIME):
                 into.add_(part)  # another type is widened in memory of this size, which the process has already
             return wide
-        place = self._places[key]
-        return place if arrived.data_ptr() == place.data_ptr() else place.copy_(arrived)
+        gradient = self._tensors[key]
+        return gradient if arrived.data_ptr() == gradient.data_ptr() else gradient.copy_(arrived)
 
     def zeros(self, key: Key) -> Tensor:
         """A gradient of a weight that has none in this process and has one in another."""
-        return self._places[key].zero_()
+        return self._tensors[key].zero_()
 
     def wide(self, key: Key, gradient: Tensor) -> Tensor:
         """A gradient in float32: itself if it has this type, else a copy in memory of its own."""
@@ -149,7 +149,7 @@ class GradientPlaces:
     def close(self) -> None:
         for buffer in [self.staging, *self._buffers]:
             self.device.unpin(buffer)
-        self._places.clear()
+        self._tensors.clear()
         self._wide.clear()
         self._measured = None
         self._buffers, self.staging = [], exact_buffer(0)
@@ -160,7 +160,7 @@ class StepGradients:
     """The gradients of one step as they arrive, by block and parameter; dropped when the step is over."""
 
     step: int
-    places: GradientPlaces
+    memory: GradientMemory
     sums: dict[Key, Tensor] = field(default_factory=dict)
     factor: float = 1.0  # that AdamW multiplies all of them with, in float32
     expected: int = 0
@@ -191,20 +191,20 @@ class StepGradients:
         """0 where a weight has no gradient yet, 1 where it has one in its own type, 2 where it is in float32."""
         block, name = key
         gradient = self.sums.get(key)
-        return 0 if gradient is None else 1 if gradient.dtype == self.places.specs[block][name].dtype else 2
+        return 0 if gradient is None else 1 if gradient.dtype == self.memory.specs[block][name].dtype else 2
 
     def make_alike(self, kinds: Mapping[Key, int]) -> None:
         """Give weights the kinds of gradients that they have in other processes; those without one get zeros."""
         for key, kind in kinds.items():
             if kind > 0:
-                gradient = self.sums[key] if key in self.sums else self.places.zeros(key)
-                self.sums[key] = gradient if kind == 1 else self.places.wide(key, gradient)
+                gradient = self.sums[key] if key in self.sums else self.memory.zeros(key)
+                self.sums[key] = gradient if kind == 1 else self.memory.wide(key, gradient)
 
     def apply_factor(self) -> None:
         """Multiply the gradients themselves, for clipping that was done before."""
         if self.factor != 1.0:
             for key, gradient in self.sums.items():
-                self.sums[key] = self.places.wide(key, gradient).mul_(self.factor)
+                self.sums[key] = self.memory.wide(key, gradient).mul_(self.factor)
             self.factor = 1.0
 
 
@@ -218,7 +218,7 @@ class _Graded:
 def clip_step(gradients: StepGradients, keys: Sequence[Key], max_norm: float, also: Sequence[Tensor] = ()) -> float:
     """Scale all gradients, those of `also` (parameters) in place, to a norm of at most `max_norm`; the norm before."""
     gradients.apply_factor()
-    norms = [gradients.places.norm(gradients.sums[key]) for key in keys if key in gradients.sums]
+    norms = [gradients.memory.norm(gradients.sums[key]) for key in keys if key in gradients.sums]
     others = [one.grad for one in also if one.grad is not None]
     total = get_total_norm([*(norm.view(1) for norm in norms), *others]) if others else _norm_of(norms)
     norm = float(total)
@@ -298,15 +298,15 @@ class HostTraining:
             self.weight(*key).require_steppable(settings, is_divided=False)
         if isinstance(self.settings, AdamWSettings):
             prepare_adamw(math.prod(spec.shape) for spec in by_name.values())
-        self._places = GradientPlaces(device, specs, pinned=options.host == "pinned")
-        self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._places.staging.nbytes)))
+        self._gradient_memory = GradientMemory(device, specs, pinned=options.host == "pinned")
+        self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._gradient_memory.staging.nbytes)))
         names = [f"{block}.{name}" for block, name in self._keys]
         self._flag_of = {name: number for number, name in enumerate(names)}
         self._finite = FiniteCheck(device, names)
         self.failure: Exception | None = None
         self.torn: str | None = None  # why the masters belong to two different steps
         self.is_settled = True  # whether all updates were waited for, and the model's Parameters made current
-        self.places_to_send: Callable[[str], Mapping[str, Tensor]] = lambda _block: {}  # of masters, in a plain type
+        self.buffers_to_send: Callable[[str], Mapping[str, Tensor]] = lambda _block: {}  # of masters, in a plain type
         self.sent: Collection[str] = ()  # the masters of a block that its last step has put there
         self.unencoded: set[str] = set()  # blocks whose bytes are older than their masters, after a failure
         self._open: StepGradients | None = None
@@ -373,7 +373,7 @@ class HostTraining:
         return {
             "masters": sum(one["masters"] for one in of_weights),
             "states": sum(one["states"] for one in of_weights),
-            "gradients": self._places.nbytes,
+            "gradients": self._gradient_memory.nbytes,
         }
 
     def limit_gradients(self, in_flight: int | None) -> None:
@@ -387,7 +387,7 @@ class HostTraining:
         if not self._gradients.is_alive:
             self._replace_gradient_thread()
         self._finite.start()
-        self._open = StepGradients(step, self._places)
+        self._open = StepGradients(step, self._gradient_memory)
 
     @property
     def gradients(self) -> StepGradients:
@@ -462,8 +462,10 @@ class HostTraining:
         block = next(name for name in self._weights if name in update.ready)
         flags, what = update.ready.pop(block), f"{block}, step {gradients.step}: update"
         try:
-            own = {f"{block}.{name}" for name in self._weights[block]}
-            self._refuse_not_finite([name for name in self._finite.not_finite(flags) if name in own], gradients)
+            names_in_block = {f"{block}.{name}" for name in self._weights[block]}
+            self._refuse_not_finite(
+                [name for name in self._finite.not_finite(flags) if name in names_in_block], gradients
+            )
             self.wait_for_readers(block)
             if not update.begun:
                 self._make_states(update.settings, self._keys)
@@ -510,11 +512,11 @@ class HostTraining:
                 )
             gradients.apply_factor()  # of clipping before this backward
             before = gradients.sums.get(key)
-            target = gradients.places.target(key, gradient.dtype, is_first=before is None)
+            target = gradients.memory.target(key, gradient.dtype, is_first=before is None)
             copied = self._device.copy_out(_bytes(target), _bytes(gradient), after)
             self._device.finish(copied.end)
             recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
-            gradients.sums[key] = gradients.places.added(key, target, before)
+            gradients.sums[key] = gradients.memory.added(key, target, before)
             gradients.arrived += 1
         except Exception as error:
             gradients.failure = gradients.failure or _named(error, what)
@@ -726,7 +728,7 @@ class HostTraining:
                 self.weight(*key).make_states()
 
     def _step_block(self, update: _Update, block: str) -> None:
-        sums, sent = update.gradients.sums, {} if self.is_sharded else self.places_to_send(block)
+        sums, sent = update.gradients.sums, {} if self.is_sharded else self.buffers_to_send(block)
         stepped = {name: one for name, one in self._weights[block].items() if (block, name) in sums}
         update.begun.append(block)
         for name, weight in stepped.items():
@@ -773,7 +775,9 @@ class HostTraining:
     def _replace_gradient_thread(self) -> None:
         """Start a new thread and new places: the old thread is dead, or hangs in a copy to the old ones."""
         if self._gradients.is_alive:
-            self._places = GradientPlaces(self._device, self._places.specs, pinned=self._places.pinned)
+            self._gradient_memory = GradientMemory(
+                self._device, self._gradient_memory.specs, pinned=self._gradient_memory.pinned
+            )
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
 
     def find_failure(self) -> Exception | None:
@@ -837,7 +841,7 @@ class HostTraining:
             self.processes.leave(error)
         for worker in (self._gradients, self._updates):
             worker.stop(self._timeout_s)
-        self._places.close()
+        self._gradient_memory.close()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

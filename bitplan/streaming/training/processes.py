@@ -199,16 +199,16 @@ class Processes:
         """One row a process, with its slices of all tensors; the last slices of a tensor may be filled up with 0."""
         width = sum(map(self._slice_size, tensors))
         rows = torch.zeros(self.count, width, dtype=tensors[0].dtype, device=self._device)
-        for part, place in self._slices(tensors, rows):
-            place.copy_(part)
+        for part, slice_in_row in self._slices(tensors, rows):
+            slice_in_row.copy_(part)
         return rows
 
     def _share_out(self, tensors: Sequence[Tensor], row: Tensor) -> None:
         rows = torch.empty(self.count, len(row), dtype=row.dtype, device=self._device)
         into = list(rows.view(torch.uint8).unbind())
         self._meet(lambda: distributed.all_gather(into, _bytes(row), group=self._numbers))
-        for part, place in self._slices(tensors, rows):
-            part.copy_(place)
+        for part, slice_in_row in self._slices(tensors, rows):
+            part.copy_(slice_in_row)
 
     def _slices(self, tensors: Sequence[Tensor], rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         start = 0

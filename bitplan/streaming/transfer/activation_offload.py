@@ -7,7 +7,7 @@ Every block is checkpointed here, as a region of its own, so only its input must
 hold the input before we see it: such models are refused.) Between forward and backward the device holds only the input
 of the last block, which would come straight back.
 
-The device has two buffers for each direction, and the arena on the host one place for each input that is out at the
+The device has two buffers for each direction, and the arena on the host one buffer for each input that is out at the
 same time: both grow in the first step, or when larger inputs come, and stay. Copies have streams of their own, and only
 events are waited for. Inputs come back unchanged: gradients are bit for bit those without offloading.
 """
@@ -41,7 +41,7 @@ Compute = Callable[[Args, Kwargs], Any]
 class OffloadBuffer:
     """Pinned memory for one input, and the last copy that used it."""
 
-    buffer: Tensor
+    memory: Tensor
     last: Transfer | None = None
 
 
@@ -56,7 +56,7 @@ class Landing:
 
 
 class SavedInput:
-    """One block's input, from its forward to its backward; frees its place when autograd drops it."""
+    """One block's input, from its forward to its backward; frees its buffer when autograd drops it."""
 
     def __init__(self, owner: ActivationOffload, block: int, what: str, x: Tensor) -> None:
         self.owner, self.block, self.what = owner, block, what
@@ -65,20 +65,20 @@ class SavedInput:
         self.shape, self.dtype, self.requires_grad = [x.shape[axis] for axis in self.axes], x.dtype, x.requires_grad
         self.nbytes, self.order, self.serial = x.nbytes, 0, owner.serial
         self.tensor: Tensor | None = None  # kept on the device
-        self.place: OffloadBuffer | None = None
+        self.host_buffer: OffloadBuffer | None = None
         self.sent: Transfer | None = None
 
     def laid_out(self, flat: Tensor) -> Tensor:
         """A flat tensor of its type, seen with its shape and order."""
-        places = sorted(range(len(self.axes)), key=lambda position: self.axes[position])
-        return flat.view(self.shape).permute(places)
+        order = sorted(range(len(self.axes)), key=lambda position: self.axes[position])
+        return flat.view(self.shape).permute(order)
 
     def view(self, buffer: Tensor) -> Tensor:
         return self.laid_out(buffer[: self.nbytes].view(self.dtype))
 
     def __del__(self) -> None:
-        if self.place is not None:
-            self.owner.take_back(self.place)
+        if self.host_buffer is not None:
+            self.owner.take_back(self.host_buffer)
 
 
 class ActivationOffload:
@@ -88,12 +88,12 @@ class ActivationOffload:
         self,
         device: StreamDevice,
         count: int,
-        place_of: Callable[[int], str],
+        where: Callable[[int], str],
         room: Callable[[], int | None],
         timeout_s: float,
     ) -> None:
         """count: blocks; room: how many more copies to the device may be started now, None for any number."""
-        self._device, self._count, self._place_of = device, count, place_of
+        self._device, self._count, self._where = device, count, where
         self._room, self._timeout_s = room, timeout_s
         self.serial = 0
         self.max_out: int | None = None
@@ -102,7 +102,7 @@ class ActivationOffload:
         self._nbytes = 0
         self._outgoing: list[Landing] = []
         self._landings: list[Landing] = []
-        self._places: list[OffloadBuffer] = []
+        self._host_buffers: list[OffloadBuffer] = []
         self._free: list[OffloadBuffer] = []
         self._order: list[weakref.ref[SavedInput]] = []
         self._token = torch.empty(0, device=device.torch_device)  # tells checkpoint which device's random state to save
@@ -130,9 +130,9 @@ class ActivationOffload:
         self.stop()
         self._worker.stop(self._timeout_s)
         self._resize(0)
-        for place in self._places:
-            self._unpin(place)
-        self._places, self._free = [], []
+        for host_buffer in self._host_buffers:
+            self._unpin(host_buffer)
+        self._host_buffers, self._free = [], []
 
     def in_flight(self) -> int:
         """Inputs on their way back for which the computation has not waited yet."""
@@ -143,8 +143,8 @@ class ActivationOffload:
 
     def run(self, block: int, compute: Compute, args: Args, kwargs: Kwargs) -> Any:
         """Compute a block such that backward computes it again from its restored input."""
-        _refuse_other_checkpointing(self._place_of(block))
-        key, x = _find_input(args, kwargs, self._place_of(block))
+        _refuse_other_checkpointing(self._where(block))
+        key, x = _find_input(args, kwargs, self._where(block))
         args, kwargs = _with_input(args, kwargs, key, None)  # the saved arguments must not hold the input
         saved, first = self._keep(block, x), [x]
         del x
@@ -155,12 +155,12 @@ class ActivationOffload:
 
         return checkpoint(region, self._token, use_reentrant=False)
 
-    def take_back(self, place: OffloadBuffer) -> None:
-        """Free a place; any thread may call this, as the last reference is dropped anywhere."""
-        self._free.append(place)
+    def take_back(self, host_buffer: OffloadBuffer) -> None:
+        """Free a buffer; any thread may call this, as the last reference is dropped anywhere."""
+        self._free.append(host_buffer)
 
     def _keep(self, block: int, x: Tensor) -> SavedInput:
-        saved = SavedInput(self, block, f"{self._place_of(block)}: its input", x)
+        saved = SavedInput(self, block, f"{self._where(block)}: its input", x)
         saved.order = len(self._order)
         self._order.append(weakref.ref(saved))
         if block == self._count - 1 or not x.numel():
@@ -175,14 +175,14 @@ class ActivationOffload:
             self._resize(nbytes)
         out = self._outgoing_for_next()
         saved.view(out.buffer).copy_(x)
-        after, place = self._device.mark(), self._take(nbytes)
-        before, transfer = place.last, Transfer(saved.what, after)
-        out.transfer = saved.sent = place.last = transfer
-        saved.place = place
+        after, host_buffer = self._device.mark(), self._take(nbytes)
+        before, transfer = host_buffer.last, Transfer(saved.what, after)
+        out.transfer = saved.sent = host_buffer.last = transfer
+        saved.host_buffer = host_buffer
 
-        def copy() -> Copied:  # must not hold `saved`, which frees its place when it is dropped
+        def copy() -> Copied:  # must not hold `saved`, which frees its buffer when it is dropped
             marks = [after] if before is None or before.copied is None else [after, before.copied.end]
-            return self._device.copy_out(place.buffer[:nbytes], out.buffer[:nbytes], *marks, queue="activations")
+            return self._device.copy_out(host_buffer.memory[:nbytes], out.buffer[:nbytes], *marks, queue="activations")
 
         self._start(transfer, copy)
         if self.recorder is not None:
@@ -233,17 +233,17 @@ class ActivationOffload:
             self._fetch(saved)
 
     def _fetch(self, saved: SavedInput) -> Landing:
-        place, sent, nbytes = saved.place, saved.sent, saved.nbytes
-        assert place is not None
+        host_buffer, sent, nbytes = saved.host_buffer, saved.sent, saved.nbytes
+        assert host_buffer is not None
         assert sent is not None
         landing = next((one for one in self._landings if one.owner is None), self._landings[0])
         after, transfer = landing.free_after, Transfer(saved.what)
-        landing.owner, landing.transfer, place.last = weakref.ref(saved), transfer, transfer
+        landing.owner, landing.transfer, host_buffer.last = weakref.ref(saved), transfer, transfer
         self._device.claim(landing.buffer)
 
         def copy() -> Copied:
             arrived = sent.wait_launched(None, self._timeout_s)
-            target, source = landing.buffer[:nbytes], place.buffer[:nbytes]
+            target, source = landing.buffer[:nbytes], host_buffer.memory[:nbytes]
             return self._device.copy_in(target, source, after, arrived.end, queue="activations")
 
         self._start(transfer, copy)
@@ -282,30 +282,30 @@ class ActivationOffload:
         self._nbytes = nbytes
 
     def _take(self, nbytes: int) -> OffloadBuffer:
-        fitting = [place for place in self._free if place.buffer.nbytes >= nbytes]
+        fitting = [one for one in self._free if one.memory.nbytes >= nbytes]
         if fitting:
-            place = min(fitting, key=lambda one: one.buffer.nbytes)
-            self._free.remove(place)
-            return place
+            host_buffer = min(fitting, key=lambda one: one.memory.nbytes)
+            self._free.remove(host_buffer)
+            return host_buffer
         if self._free:  # all are too small: replace one, so that the arena does not keep it
             small = self._free.pop()
-            self._places.remove(small)
+            self._host_buffers.remove(small)
             self._unpin(small)
-        place = OffloadBuffer(exact_buffer(nbytes))
-        self._device.pin(place.buffer)
-        self._places.append(place)
-        return place
+        host_buffer = OffloadBuffer(exact_buffer(nbytes))
+        self._device.pin(host_buffer.memory)
+        self._host_buffers.append(host_buffer)
+        return host_buffer
 
-    def _unpin(self, place: OffloadBuffer) -> None:
-        if place.last is not None and place.last.copied is not None:
-            self._device.finish(place.last.copied.end)
-        self._device.unpin(place.buffer)
+    def _unpin(self, host_buffer: OffloadBuffer) -> None:
+        if host_buffer.last is not None and host_buffer.last.copied is not None:
+            self._device.finish(host_buffer.last.copied.end)
+        self._device.unpin(host_buffer.memory)
 
 
 def _find_input(args: Args, kwargs: Kwargs, what: str) -> tuple[int | str, Tensor]:
     """A block's input: its first floating-point argument."""
-    given: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
-    for key, value in given:
+    arguments: list[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for key, value in arguments:
         if isinstance(value, Tensor) and value.is_floating_point():
             return key, value
     raise StreamError(f"{what}: offload_activations=True, but the block is given no floating-point tensor to keep")

@@ -51,14 +51,14 @@ class Turns:
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
-    def claim_step(self, serial: int, place: str) -> None:
+    def claim_step(self, serial: int, where: str) -> None:
         """Give the step of this serial number to the calling thread, or refuse it; within a turn, in a forward."""
         thread = threading.current_thread()
         if self._serial != serial:
             self._serial, self._thread = serial, thread
         elif thread is not self._thread:
             raise StreamError(
-                f"{place}: the step is computed by thread {self._thread.name!r}, and {thread.name!r} computes in it "
+                f"{where}: the step is computed by thread {self._thread.name!r}, and {thread.name!r} computes in it "
                 "too: one thread computes a step; end_step first, or run forwards of several threads outside a step, "
                 "under torch.no_grad()"
             )

@@ -165,14 +165,14 @@ class ExpertMemory:
         slot = self._slot_for(stack)
         self._current = slot
         missing = [expert for expert in experts if expert not in slot.present]
-        kept = [expert for expert in missing if (stack, expert) in self.cached]
-        sent = [expert for expert in missing if (stack, expert) not in self.cached]
-        transfer = self._send(slot, stack, sent, what) if sent else None
+        from_cache = [expert for expert in missing if (stack, expert) in self.cached]
+        from_host = [expert for expert in missing if (stack, expert) not in self.cached]
+        transfer = self._send(slot, stack, from_host, what) if from_host else None
         waited = self._wait(slot)
-        if kept:
-            self._copy_between(stack, slot, kept, to_cache=False)
-            slot.present.update(kept)
-            self.cached_experts += len(kept)
+        if from_cache:
+            self._copy_between(stack, slot, from_cache, to_cache=False)
+            slot.present.update(from_cache)
+            self.cached_experts += len(from_cache)
         return slot.buffer, transfer, waited
 
     def send_ahead(self, stack: int, experts: Iterable[int], what: str) -> Transfer | None:
@@ -249,9 +249,9 @@ class ExpertMemory:
 
     def _copy_between(self, stack: int, slot: ExpertSlot, experts: Sequence[int], *, to_cache: bool) -> None:
         rows = self._rows_of(stack, slot.buffer)
-        there = [part for expert in experts for part in rows[expert]]
-        kept = [part for expert in experts for part in self._entry(stack, self.cached[stack, expert])]
-        targets, sources = (kept, there) if to_cache else (there, kept)
+        in_slot = [part for expert in experts for part in rows[expert]]
+        in_cache = [part for expert in experts for part in self._entry(stack, self.cached[stack, expert])]
+        targets, sources = (in_cache, in_slot) if to_cache else (in_slot, in_cache)
         torch._foreach_copy_(targets, sources)
 
     def _rows_of(self, stack: int, buffer: Tensor) -> list[tuple[Tensor, ...]]:

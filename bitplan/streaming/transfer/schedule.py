@@ -94,15 +94,16 @@ class Walk:
         return range(self.count if self.goes_on or self.wraps else 0)
 
 
-def loads_ahead(walk: Walk, held: Sequence[int | None], decoded: int | None = None) -> list[Load]:
+def loads_ahead(walk: Walk, slot_blocks: Sequence[int | None], decoded: int | None = None) -> list[Load]:
     """The loads to start now, nearest block first.
 
-    held: the block that each ring slot holds or is filled with; decoded: the block that lies in the scratch as a whole.
+    slot_blocks: the block that each ring slot holds or is filled with; decoded: the block that lies in the scratch as
+    a whole.
     """
-    computes = walk.position in held and walk.position != decoded
-    wanted = walk.upcoming(len(held) - computes, decoded)
-    free = _free_slots(held, {*wanted, walk.position} if computes else wanted, walk.position)
-    missing = [block for block in wanted if block not in held]
+    computes = walk.position in slot_blocks and walk.position != decoded
+    wanted = walk.upcoming(len(slot_blocks) - computes, decoded)
+    free = _free_slots(slot_blocks, {*wanted, walk.position} if computes else wanted, walk.position)
+    missing = [block for block in wanted if block not in slot_blocks]
     return [Load(slot, block) for slot, block in zip(free, missing, strict=False)]
 
 
@@ -117,9 +118,9 @@ def allowed_loads(walk: Walk, loads: Sequence[Load], limits: RuntimeLimitHints, 
     return within[: max(0, limits.max_inflight_h2d - in_flight)]
 
 
-def load_now(walk: Walk, held: Sequence[int | None], block: int) -> Load:
+def load_now(walk: Walk, slot_blocks: Sequence[int | None], block: int) -> Load:
     """The slot for a block that is needed at once and is not loaded; `walk` is already at this block."""
-    free = _free_slots(held, {*walk.upcoming(len(held) - 1), block}, block)
+    free = _free_slots(slot_blocks, {*walk.upcoming(len(slot_blocks) - 1), block}, block)
     return Load(free[0] if free else 0, block)
 
 
@@ -152,17 +153,17 @@ def share_decoded(sizes: Mapping[int, int], spare: int) -> dict[int, int]:
 
     sizes: bytes of each block's decoded weights. The other half is left for steps that are larger than those seen.
     """
-    decoded, left = {}, spare // 2
+    decoded, remaining = {}, spare // 2
     for block, nbytes in sizes.items():
-        if 0 < nbytes <= left:
+        if 0 < nbytes <= remaining:
             decoded[block] = nbytes
-            left -= nbytes
+            remaining -= nbytes
     return decoded
 
 
-def _free_slots(held: Sequence[int | None], needed: Collection[int | None], position: int | None) -> list[int]:
+def _free_slots(slot_blocks: Sequence[int | None], needed: Collection[int | None], position: int | None) -> list[int]:
     """Slots that may be overwritten: empty ones first, then those whose block is used last."""
-    empty = [slot for slot, block in enumerate(held) if block is None]
-    passed = [slot for slot, block in enumerate(held) if block is not None and block not in needed]
-    passed.sort(key=lambda slot: -abs((held[slot] or 0) - (position or 0)))
+    empty = [slot for slot, block in enumerate(slot_blocks) if block is None]
+    passed = [slot for slot, block in enumerate(slot_blocks) if block is not None and block not in needed]
+    passed.sort(key=lambda slot: -abs((slot_blocks[slot] or 0) - (position or 0)))
     return empty + passed

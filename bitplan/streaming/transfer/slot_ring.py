@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bitplan.base.records import on_failure
 from bitplan.streaming.find_blocks import BlockLayout
-from bitplan.streaming.saved_tensors import Place
+from bitplan.streaming.saved_tensors import ViewLayout
 from bitplan.streaming.transfer.copies import Transfer, Worker
 from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import HostBlocks, exact_buffer
@@ -41,7 +41,7 @@ class SlotDecoder:
         self._layouts: list[BlockLayout] = []
         self._alike: list[int] = []  # the first block with the same layout
         self._weights: dict[tuple[int, int], dict[str, Tensor]] = {}
-        self._views: dict[tuple[int, Place], Tensor] = {}
+        self._views: dict[tuple[int, ViewLayout], Tensor] = {}
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
         # Whether a layout (by its first block) that has been decoded can be recorded: formats without a kernel of their
         # own are decoded by torch, which may copy constants, and no graph records that.
@@ -68,13 +68,13 @@ class SlotDecoder:
             self._weights[key] = weights
         return weights
 
-    def view(self, buffer: Tensor, place: Place) -> Tensor:
+    def view(self, buffer: Tensor, layout: ViewLayout) -> Tensor:
         """A part of a buffer, as autograd saved it."""
-        key = (buffer.data_ptr(), place)
+        key = (buffer.data_ptr(), layout)
         view = self._views.get(key)
         if view is None:
             with torch.inference_mode(False):
-                view = buffer.view(place.dtype).as_strided(place.size, place.stride, place.offset)
+                view = buffer.view(layout.dtype).as_strided(layout.size, layout.stride, layout.offset)
             self._views[key] = view
         return view
 
