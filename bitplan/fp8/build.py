@@ -284,11 +284,11 @@ class Replacements:
 
 def _maker_from_rows(old: nn.Linear, layer: Fp8Linear, rows: slice) -> Callable[[], nn.Module]:
     """A function that returns this linear, or one like it with the rows of a layer."""
-    kept, attributes = ref(old), vars(old) | {"_parameters": dict.fromkeys(old._parameters)}
+    old_module, attributes = ref(old), vars(old) | {"_parameters": dict.fromkeys(old._parameters)}
     tensors = {name: (ref(one), one.dtype, one.requires_grad) for name, one in old.named_parameters()}
 
     def make() -> nn.Module:
-        module = kept()
+        module = old_module()
         if module is not None:
             return module
         module = nn.Linear.__new__(nn.Linear)

@@ -294,7 +294,7 @@ def _reads_images(view: ModelView) -> set[str]:
     for step in sorted(view.fed_by):
         sources.setdefault(step, set()).update(*(sources.get(before, ()) for before in view.fed_by[step]))
     reads = {use.path: sources.get(use.step, set()) for use in view.linears}
-    return {path for path, seen in reads.items() if seen & convolutions and not seen & tokens}
+    return {path for path, roots in reads.items() if roots & convolutions and not roots & tokens}
 
 
 def _topk(model: nn.Module) -> int | None:

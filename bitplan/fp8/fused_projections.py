@@ -212,19 +212,19 @@ class _Split:
         for new, parts in renamed_in(module).items():
             if prefix + new not in state:
                 continue
-            whole = state.pop(prefix + new)
+            joined = state.pop(prefix + new)
             for part in parts:
-                state[prefix + part.old] = whole if part.rows is None else _with_own_storage(whole, part.rows)
+                state[prefix + part.old] = joined if part.rows is None else _with_own_storage(joined, part.rows)
 
 
-def _with_own_storage(whole: Tensor, rows: tuple[int, int]) -> Tensor:
+def _with_own_storage(joined: Tensor, rows: tuple[int, int]) -> Tensor:
     """Rows of a tensor: the same memory and the same count of writes, but a storage that has these rows alone.
 
     accelerate and safetensors take tensors of one storage for names of one tensor, and save only one of them.
     """
-    part = whole[rows[0] : rows[1]]
-    if type(whole) is Tensor and whole.device.type in ("cpu", "cuda") and whole.is_contiguous() and part.numel():
-        part.data = from_dlpack(whole[rows[0] : rows[1]])
+    part = joined[rows[0] : rows[1]]
+    if type(joined) is Tensor and joined.device.type in ("cpu", "cuda") and joined.is_contiguous() and part.numel():
+        part.data = from_dlpack(joined[rows[0] : rows[1]])
     return part
 
 

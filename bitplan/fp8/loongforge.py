@@ -150,18 +150,18 @@ class _Reading:
         self.check_tag(node.tag, "seq" if node.id == "sequence" else "map")
         if node.id == "sequence":
             return [self.value(item, depth + 1) for item in node.value]
-        own: dict[str, Any] = {}
+        values: dict[str, Any] = {}
         merged: dict[str, Any] = {}
         for name, item in node.value:
             key = self.key(name)
-            if key in own or (key == MERGE and merged):
+            if key in values or (key == MERGE and merged):
                 self.stop(f"key {short(key, 80)!r} appears twice")
             value = self.value(item, depth + 1)
             if key == MERGE:
                 merged = self.merged(value)
             else:
-                own[key] = value
-        return {**merged, **own}
+                values[key] = value
+        return {**merged, **values}
 
     def key(self, node: Any) -> str:
         self.line = node.start_mark.line + 1

@@ -101,13 +101,13 @@ def run_without_numbers(model: nn.Module, example: Any = None) -> RecordedRun:
     faults = []
     with _training(model):
         for path, part in _with_forwards(model, ""):
-            seen = _see(part, example)
-            if isinstance(seen, str):
-                faults.append(seen)
+            recorded = _see(part, example)
+            if isinstance(recorded, str):
+                faults.append(recorded)
             elif not path:
-                return RecordedRun(seen[0], model, seen[1], ("",))
+                return RecordedRun(recorded[0], model, recorded[1], ("",))
             else:
-                given[path] = seen[1]
+                given[path] = recorded[1]
         root, inputs = _PartsInTurn(model), {"given": given}
         view = describe(root, inputs) if given else ModelView(TRACED, ())
     return RecordedRun(view, root, ((), inputs), tuple(given), tuple(faults))

@@ -168,18 +168,18 @@ def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 def _difference(expected: Sequence[Tensor], computed: Sequence[Tensor], inputs: Inputs) -> float:
     """The norm of the difference over the norm of what the block adds to its input."""
-    given = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    apart = whole = added = 0.0
+    tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    apart = total = added = 0.0
     if [one.shape for one in expected] != [one.shape for one in computed]:
         return math.inf
     for one, other in zip(expected, computed, strict=True):
-        residual = next((x for x in given if x.shape == one.shape), None)
+        residual = next((x for x in tensors if x.shape == one.shape), None)
         apart += float((other.float() - one.float()).square().sum())
-        whole += float(one.float().square().sum())
+        total += float(one.float().square().sum())
         added += float((one if residual is None else one.float() - residual.float()).float().square().sum())
-    base = added if added > 1e-6 * whole else whole  # a block that adds nothing yet is compared as a whole
+    base = added if added > 1e-6 * total else total  # a block that adds nothing yet is compared as a whole
     if not math.isfinite(apart) or not math.isfinite(base):
-        return 0.0 if not math.isfinite(whole) else math.inf  # nothing can be said of numbers that are not finite
+        return 0.0 if not math.isfinite(total) else math.inf  # nothing can be said of numbers that are not finite
     return math.sqrt(apart / base) if base else 0.0
 
 

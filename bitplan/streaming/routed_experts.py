@@ -266,7 +266,7 @@ class RoutedExperts:
             chosen = self._chosen(at, taken.bind(*args, **kwargs).arguments[routes])
             saved = SavedExperts(self, at, chosen)
             with (
-                self._in_place(mixture, self._weights(at, self.take(at, chosen))),
+                self._in_place(mixture, self._weights(at, self.load(at, chosen))),
                 save_where_weights_lie(saved) if torch.is_grad_enabled() else nullcontext(),
             ):
                 output = forward(*args, **kwargs)
@@ -318,12 +318,12 @@ class RoutedExperts:
             mixture.chose(chosen)
         return chosen
 
-    def take(self, at: int, chosen: Sequence[int]) -> Tensor:
+    def load(self, at: int, chosen: Sequence[int]) -> Tensor:
         """The slot with these experts, for all work that is queued from now until another mixture is taken."""
         buffer = self.memory.has(at, chosen)
         if buffer is None:
             with self._noted(at):
-                buffer = self._take(at, chosen)
+                buffer = self._load(at, chosen)
             self._direction = 1 if at == 0 or at > self._position else -1
             self._position = self._last_taken = at
         return buffer
@@ -339,9 +339,9 @@ class RoutedExperts:
                 error.add_note(f"bitplan: while waiting for experts of {self.mixtures[at].name}")
             raise
 
-    def _take(self, at: int, chosen: Sequence[int]) -> Tensor:
+    def _load(self, at: int, chosen: Sequence[int]) -> Tensor:
         before, copied = self._device.mark(), self.memory.copied_experts
-        buffer, transfer, waited = self.memory.take(at, chosen, self._what(at))
+        buffer, transfer, waited = self.memory.load(at, chosen, self._what(at))
         self._record(at, transfer, copied)
         recorder = self._loader.recorder
         if recorder is not None and any(one is transfer or not one.is_done(self._device) for one in waited):
@@ -400,7 +400,7 @@ class SavedExperts:
         name = self._experts.mixtures[block].name
         self._experts._loader.refuse_stale(name, serial)
         refuse_second_derivatives(name)
-        buffer = self._experts.take(self._at, self._chosen)
+        buffer = self._experts.load(self._at, self._chosen)
         self._experts.send_ahead(self._at)  # a recomputed forward may have been stopped before it did
         return buffer.view(layout.dtype).as_strided(layout.size, layout.stride, layout.offset)
 

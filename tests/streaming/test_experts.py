@@ -181,12 +181,12 @@ def test_the_cache_keeps_what_is_used_most():
     with by_use(model, expert_cache_bytes=4 * 3 * HIDDEN * 16 * 4) as stream:
         memory = stream.experts.memory
         stream.begin_step(0)
-        memory.take(0, [1, 2, 3, 4, 5], "test")
+        memory.load(0, [1, 2, 3, 4, 5], "test")
         for experts in ([1, 2, 3, 4, 5], [2, 3], [3]):
             memory.count(0, experts)
         memory.keep(0, [1, 2, 3, 4, 5])
         assert set(memory.cached) == {(0, 3), (0, 2), (0, 1), (0, 4)}  # most used first, then in order
-        memory.take(1, [7, 8], "test")
+        memory.load(1, [7, 8], "test")
         memory.count(1, [7, 8])
         memory.keep(1, [7, 8])
         assert len(memory.cached) == 4
@@ -196,9 +196,9 @@ def test_the_cache_keeps_what_is_used_most():
         assert {(0, 3), (0, 2), (1, 8)} < set(memory.cached)
         assert (1, 7) not in memory.cached
         copied = memory.copied_experts
-        memory.take(2, [0], "test")  # the slots of stacks 0 and 1 are used again
-        memory.take(0, [0], "test")
-        buffer, _, _ = memory.take(1, [8, 9], "test")
+        memory.load(2, [0], "test")  # the slots of stacks 0 and 1 are used again
+        memory.load(0, [0], "test")
+        buffer, _, _ = memory.load(1, [8, 9], "test")
         assert memory.copied_experts == copied + 3  # 8 came from the cache
         weights = stream.experts._weights(1, buffer)
         for local, one in stream.experts.mixtures[1].parameters.items():

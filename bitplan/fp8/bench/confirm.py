@@ -207,15 +207,15 @@ def fastest_of(path: str, timed: Mapping[str, Timed], threshold: float) -> Confi
     if "all" not in timed:
         assert plan is not None
         return plan
-    whole = verdict_of(path, timed["bf16"], timed["all"], threshold, "all")
+    all_in_fp8 = verdict_of(path, timed["bf16"], timed["all"], threshold, "all")
     if plan is None:
-        return whole
-    if whole.answer == WIN and plan.answer == WIN:
+        return all_in_fp8
+    if all_in_fp8.answer == WIN and plan.answer == WIN:
         over = speedup_interval(timed["plan"].samples_ms, timed["all"].samples_ms, in_turns=True)
         if over is None or over.low <= 1.0:
             return plan
-        return replace(whole, reason=f"all FP8 is {whole.reason}, and {over.speedup:.3f}x the plan")
-    return whole if whole.answer == WIN else plan
+        return replace(all_in_fp8, reason=f"all FP8 is {all_in_fp8.reason}, and {over.speedup:.3f}x the plan")
+    return all_in_fp8 if all_in_fp8.answer == WIN else plan
 
 
 def verdict_of(path: str, bf16: Timed, fp8: Timed, threshold: float, which: str = "plan") -> Confirmed:

@@ -110,8 +110,8 @@ def plan_small_model(path: str | Path, *, tp: int = 1) -> SmallModel:
         "vocab_size": min(sizes.size("vocab_size", SMALL_VOCABULARY), SMALL_VOCABULARY),
         "max_position_embeddings": sizes.size("max_position_embeddings", EXAMPLE_LENGTH),
     }
-    whole = _build(where, config, torch.device("meta"), torch.bfloat16)
-    blocks, reason = count_blocks(whole, where)
+    model = _build(where, config, torch.device("meta"), torch.bfloat16)
+    blocks, reason = count_blocks(model, where)
     of_blocks = part.dense_blocks + part.moe_blocks
     return SmallModel(where, _cut(config, blocks), blocks, of_blocks, reason)
 

@@ -135,14 +135,14 @@ class ModuleBuilder:
 def step_of(module: nn.Module, x: Tensor, *more: Tensor) -> Call:
     """A forward and backward with a random gradient, for the input and every parameter."""
     x.requires_grad_()
-    wanted = [x, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
+    inputs = [x, *(parameter for parameter in module.parameters() if parameter.requires_grad)]
     with torch.no_grad():
         gradient = torch.randn_like(module(x, *more))
     drop_casts = cast_dropper(module)
 
     def step() -> tuple[Tensor, ...]:
         drop_casts()
-        return torch.autograd.grad(module(x, *more), wanted, gradient)
+        return torch.autograd.grad(module(x, *more), inputs, gradient)
 
     return step
 
@@ -218,8 +218,8 @@ def _layers(options: BenchOptions) -> tuple[str, Callable[[], list[Layer]], Para
     model = open_model(options.omni_config_path)
     parts = [part for part in model.parts if options.part in (None, part.part)]
     if not parts:
-        there = ", ".join(part.part for part in model.parts)
-        raise BenchOptionsError(f"{options.omni_config_path}: has no part {options.part!r}; it has {there}")
+        names = ", ".join(part.part for part in model.parts)
+        raise BenchOptionsError(f"{options.omni_config_path}: has no part {options.part!r}; it has {names}")
     parallel = model.parallel(options.tp_size, options.ep_size, options.etp_size)
     return Path(options.omni_config_path).name, partial(local_layers, parts, parallel), parallel
 

@@ -98,16 +98,16 @@ def plan_pairs(
     """Maxima if the scales need them, the cast, and the check of guesses if there are any."""
     tiles = sizes.tiles_down(launch.rows) * triton.cdiv(sizes.cols, launch.cols)
     numbers = (sizes.experts, sizes.matrix_rows // 16, sizes.stride // 16, sizes.cols // 16)
-    place = {"TOKENS": not sizes.matrix_rows, "BR": launch.rows, "BC": launch.cols}
+    tiling = {"TOKENS": not sizes.matrix_rows, "BR": launch.rows, "BC": launch.cols}
     to = {"TO_ROWS": wanted[0], "TO_COLS": wanted[1], "V": launch.vector}
     options: dict[str, Any] = {"num_warps": launch.warps, "enable_fp_fusion": False}
     sums = (*numbers, sizes.tokens, eps, least_scale(eps, fp8))
-    constants = place | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed}
+    constants = tiling | to | {"FP8": fp8, "SCALING": scaling, "GUESSED": guessed}
     cast = PreparedLaunch(_cast_words, (tiles,), sums, constants | {"MAXIMA": False}, **options)
     if guessed:
         checkers = (min(tiles, CHECKING_WARPS // launch.warps),)
         room = {"FP8": fp8, "EXPERTS": max(2, triton.next_power_of_2(sizes.experts))}
-        return cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), place | to | room, **options)
+        return cast, PreparedLaunch(_check_tiles, checkers, (*numbers, eps), tiling | to | room, **options)
     if scaling not in ("tensor", "row"):
         return (cast,)
     return PreparedLaunch(_cast_words, (tiles,), sums, constants | {"MAXIMA": True}, **options), cast

@@ -63,12 +63,12 @@ from bitplan.fp8.kernels.triton_fp8_rounding import (
     quick_inverse,
 )
 
-# Places in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest magnitude
-# so far, programs that have read it, the room in steps of a scale's exponent (odd if the state follows others), bits of
-# the last definition, guesses that were too small, casts, wrong guesses.
-GUESS, USED, LARGEST, SEEN, ROOM, LAST, SMALL, CASTS, WRONG = (tl.constexpr(place) for place in range(9))
+# Positions in a state of int32: the bits of the guessed scale and of the scale of the running cast, the largest
+# magnitude so far, programs that have read it, the room in steps of a scale's exponent (odd if the state follows
+# others), bits of the last definition, guesses that were too small, casts, wrong guesses.
+GUESS, USED, LARGEST, SEEN, ROOM, LAST, SMALL, CASTS, WRONG = (tl.constexpr(index) for index in range(9))
 STATE_SIZE = 9
-DRIFT, DRIFT_CASTS = (tl.constexpr(place) for place in range(2))  # of the last cast with room, and its state's casts
+DRIFT, DRIFT_CASTS = (tl.constexpr(index) for index in range(2))  # of the last cast with room, and its state's casts
 EXPONENT_STEP = 1 << 23  # between the bits of a power of two and the next
 SMALLEST_GUESS = tl.constexpr(EXPONENT_STEP)  # 2^-126, the smallest scale
 LARGEST_GUESS = tl.constexpr(252 << 23)  # 2^125: it and its inverse are normal numbers

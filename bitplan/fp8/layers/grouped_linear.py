@@ -274,12 +274,12 @@ class Fp8Experts(nn.Module):
 
     def __init__(self, experts: nn.Module, recipe: Fp8Recipe, fc1: GemmChoice, fc2: GemmChoice) -> None:
         super().__init__()
-        seen = experts_of(experts)
-        assert seen is not None
-        gate_up, down = experts.get_parameter(seen.gate_up), experts.get_parameter(seen.down)
-        self.checkpoint_names = (Renamed(seen.gate_up, "fc1.weight"), Renamed(seen.down, "fc2.weight"))
+        expert_use = experts_of(experts)
+        assert expert_use is not None
+        gate_up, down = experts.get_parameter(expert_use.gate_up), experts.get_parameter(expert_use.down)
+        self.checkpoint_names = (Renamed(expert_use.gate_up, "fc1.weight"), Renamed(expert_use.down, "fc2.weight"))
         self.num_experts: int = gate_up.shape[0]
-        self.act_fn = activations.KNOWN[seen.activation]
+        self.act_fn = activations.KNOWN[expert_use.activation]
         self.fc1, self.fc2 = grouped_of(gate_up, recipe, fc1), grouped_of(down, recipe, fc2)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -325,9 +325,9 @@ class ShardedWeight(Tensor):
             assert isinstance(out, GatheredWeight)
             out.scale = scale
             return None
-        whole = GatheredWeight(codes, scale, param_dtype)
-        whole.guesses = self.state.guesses
-        return whole, (codes,)
+        gathered_weight = GatheredWeight(codes, scale, param_dtype)
+        gathered_weight.guesses = self.state.guesses
+        return gathered_weight, (codes,)
 
 
 class GatheredWeight(Tensor):

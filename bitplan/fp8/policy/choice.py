@@ -87,9 +87,9 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
         return None
     measured = next(iter(matching_rules(policy, question)), None)
     if measured is not None:
-        here = _at(measured, tokens)
-        if here is None or measured.points[0].tokens <= tokens <= measured.points[-1].tokens:
-            return here
+        estimate_here = _at(measured, tokens)
+        if estimate_here is None or measured.points[0].tokens <= tokens <= measured.points[-1].tokens:
+            return estimate_here
     alike = [rule for rule in alike_rules(policy, question) if tokens <= REACH * rule.points[-1].tokens]
     near = [(rule, _equal_counts(rule, question)) for rule in alike]
     estimates = [(rule, _at(rule, least)) for rule, (least, _) in near]
@@ -332,43 +332,47 @@ def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
 
 def _at_count(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
     """The whole module, some of its products, or BF16."""
-    whole = decide(policy, question)
-    if question.estimate and not whole and whole.answer == UNMEASURED:
-        whole = _estimated(policy, question, whole)
+    for_module = decide(policy, question)
+    if question.estimate and not for_module and for_module.answer == UNMEASURED:
+        for_module = _estimated(policy, question, for_module)
     # The products that were measured apart and win.
     asked = {gemm: replace(question, gemm=gemm) for gemm in PRODUCTS}
-    decisions = {gemm: decide(policy, each) for gemm, each in asked.items() if matching_rules(policy, each)}
+    decisions = {
+        gemm: decide(policy, asked_of_gemm)
+        for gemm, asked_of_gemm in asked.items()
+        if matching_rules(policy, asked_of_gemm)
+    }
     alone = {gemm: decision for gemm, decision in decisions.items() if decision}
     some = tuple(alone)
-    recipe = question.recipe or whole.recipe
-    if some == PRODUCTS and not whole and whole.answer == UNMEASURED:  # nothing is known against all three
-        reason = f"{_answers_text(alone)}; the whole module: {whole.reason}"
-        return Fp8Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, whole.tokens, _promise(alone))
+    recipe = question.recipe or for_module.recipe
+    if some == PRODUCTS and not for_module and for_module.answer == UNMEASURED:  # nothing is known against all three
+        reason = f"{_answers_text(alone)}; the whole module: {for_module.reason}"
+        return Fp8Choice(PRODUCTS, recipe, alone[PRODUCTS[0]].answer, reason, for_module.tokens, _promise(alone))
     promise = _promise(alone)
-    needed = APART_MARGIN * max((whole.speedup or 0.0) if whole else policy.speedup_threshold, 1.0)
+    needed = APART_MARGIN * max((for_module.speedup or 0.0) if for_module else policy.speedup_threshold, 1.0)
     if apart and some != PRODUCTS and promise >= needed:
-        beside = "more than the whole module" if whole else "the whole module"
-        reason = f"{_answers_text(alone)}; {beside}: {whole.reason}"
-        return Fp8Choice(some, recipe, alone[some[0]].answer, reason, whole.tokens, promise)
-    if whole:
-        return Fp8Choice(PRODUCTS, recipe, whole.answer, whole.reason, whole.tokens, whole.speedup)
-    reason = _why_not(some, promise, needed, whole) if apart or some == PRODUCTS else whole.reason
-    return Fp8Choice((), recipe, whole.answer, reason, whole.tokens)
+        beside = "more than the whole module" if for_module else "the whole module"
+        reason = f"{_answers_text(alone)}; {beside}: {for_module.reason}"
+        return Fp8Choice(some, recipe, alone[some[0]].answer, reason, for_module.tokens, promise)
+    if for_module:
+        return Fp8Choice(PRODUCTS, recipe, for_module.answer, for_module.reason, for_module.tokens, for_module.speedup)
+    reason = _why_not(some, promise, needed, for_module) if apart or some == PRODUCTS else for_module.reason
+    return Fp8Choice((), recipe, for_module.answer, reason, for_module.tokens)
 
 
-def _estimated(policy: Policy, question: Question, whole: Fp8Decision) -> Fp8Decision:
+def _estimated(policy: Policy, question: Question, decision: Fp8Decision) -> Fp8Decision:
     """The whole module by its estimate; single products are not estimated, because they gain too little."""
     guess = estimate_speedup(policy, question)
     if guess is None:
-        return whole
+        return decision
     reason = f"estimated {guess.speedup:.3f}x: {guess.reason}"
     if not guess.low >= policy.speedup_threshold:
         noise = f"; within the noise: it may be {guess.low:.3f}x" if guess.speedup >= policy.speedup_threshold else ""
-        return replace(whole, reason=reason + noise)
+        return replace(decision, reason=reason + noise)
     obstacle = question.recipe and question.shape and shape_obstacle(question.recipe, question.shape)
     if obstacle:
-        return replace(whole, reason=obstacle)
-    return replace(whole, use_fp8=True, reason=reason, speedup=guess.speedup)
+        return replace(decision, reason=obstacle)
+    return replace(decision, use_fp8=True, reason=reason, speedup=guess.speedup)
 
 
 def _promise(alone: dict[str, Fp8Decision]) -> float:
@@ -381,13 +385,13 @@ def _answers_text(alone: dict[str, Fp8Decision]) -> str:
     return "; ".join(f"{gemm} {decision.reason}" for gemm, decision in alone.items())
 
 
-def _why_not(some: tuple[str, ...], promise: float, needed: float, whole: Fp8Decision) -> str:
+def _why_not(some: tuple[str, ...], promise: float, needed: float, for_module: Fp8Decision) -> str:
     if not some:
-        return whole.reason
+        return for_module.reason
     if some == PRODUCTS:
-        return f"each product wins alone, but the whole module does not: {whole.reason}"
+        return f"each product wins alone, but the whole module does not: {for_module.reason}"
     less = f"promise {promise:.3f}x, less than the {needed:.3f}x that casts and launches of their own ask for"
-    return f"products apart ({', '.join(some)}) {less}; the whole module: {whole.reason}"
+    return f"products apart ({', '.join(some)}) {less}; the whole module: {for_module.reason}"
 
 
 # ---- how far it holds ------------------------------------------------------------------------------------------------

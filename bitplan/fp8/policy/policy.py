@@ -321,10 +321,10 @@ def _why_no_rule(policy: Policy, question: Question) -> str:
         if wanted is None:
             continue
         wanted = tuple(wanted) if key == "shape" else wanted
-        left = [rule for rule in rules if getattr(rule, key) == wanted]
-        if not left:
-            there = sorted({getattr(rule, key) for rule in rules}, key=str)
-            measured = f"; measured: {', '.join(map(str, there[:8]))}" if there else "; the policy has no rules"
+        remaining = [rule for rule in rules if getattr(rule, key) == wanted]
+        if not remaining:
+            present = sorted({getattr(rule, key) for rule in rules}, key=str)
+            measured = f"; measured: {', '.join(map(str, present[:8]))}" if present else "; the policy has no rules"
             return f"never measured: no rule with {key} {wanted}{measured}"
-        rules = left
+        rules = remaining
     raise AssertionError("a condition that leaves nothing was found before")

@@ -204,11 +204,11 @@ class Report:
     where: str = field(default="report", compare=False)
 
     def __post_init__(self) -> None:
-        seen = set()
+        keys = set()
         for row in self.rows:
-            if row.key in seen:
+            if row.key in keys:
                 raise BenchReportError(f"{self.where}: {describe_row(row)} is there twice; keep one of the two rows")
-            seen.add(row.key)
+            keys.add(row.key)
 
     def head(self) -> dict[str, Any]:
         return {

@@ -192,11 +192,11 @@ class Policy:
         self.speedup_threshold = speedup_threshold
         self.confidence = confidence
         self.where = where
-        seen = set()
+        keys = set()
         for rule in self.rules:
-            if rule.key in seen:
+            if rule.key in keys:
                 raise PolicyError(f"{where}: two rules for {rule.where}; keep one")
-            seen.add(rule.key)
+            keys.add(rule.key)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Policy) and self.to_document() == other.to_document()

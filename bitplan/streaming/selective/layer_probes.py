@@ -193,7 +193,7 @@ class LayerProbes:
         fmt, weight = self.units.config.int8_format, use.weight
 
         def measure(gradient: Tensor, saved: _Saved) -> None:
-            inputs, on_device = saved.take()
+            inputs, on_device = saved.unpack()
             if weight.unit in self._blind:  # another of its layers has shown it meanwhile
                 return
             flat = gradient.reshape(-1, gradient.shape[-1])
@@ -212,13 +212,13 @@ def _key_of(use: LinearUse) -> _Key:
 
 
 class _Saved:
-    """Tensors for a hook in backward, saved as autograd would save them here, and freed when they are taken."""
+    """Tensors for a hook in backward, saved as autograd would save them here, and freed when they are unpacked."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._hooks = outer_hooks()
         self._pending: list[Any] = [one if self._hooks is None else self._hooks[0](one) for one in tensors]
 
-    def take(self) -> list[Tensor]:
+    def unpack(self) -> list[Tensor]:
         pending, self._pending = self._pending, []
         return [one if self._hooks is None else self._hooks[1](one) for one in pending]
 

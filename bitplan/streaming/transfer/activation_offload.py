@@ -175,7 +175,7 @@ class ActivationOffload:
             self._resize(nbytes)
         out = self._outgoing_for_next()
         saved.view(out.buffer).copy_(x)
-        after, host_buffer = self._device.mark(), self._take(nbytes)
+        after, host_buffer = self._device.mark(), self._buffer_for(nbytes)
         before, transfer = host_buffer.last, Transfer(saved.what, after)
         out.transfer = saved.sent = host_buffer.last = transfer
         saved.host_buffer = host_buffer
@@ -281,7 +281,7 @@ class ActivationOffload:
             (self._outgoing if index < BUFFERS else self._landings).append(Landing(buffer, self._device.mark()))
         self._nbytes = nbytes
 
-    def _take(self, nbytes: int) -> OffloadBuffer:
+    def _buffer_for(self, nbytes: int) -> OffloadBuffer:
         fitting = [one for one in self._free if one.memory.nbytes >= nbytes]
         if fitting:
             host_buffer = min(fitting, key=lambda one: one.memory.nbytes)

@@ -155,7 +155,7 @@ class ExpertMemory:
         slot = self._current
         return slot.buffer if slot is not None and slot.stack == stack and slot.present.issuperset(experts) else None
 
-    def take(self, stack: int, experts: Sequence[int], what: str) -> tuple[Tensor, Transfer | None, list[Transfer]]:
+    def load(self, stack: int, experts: Sequence[int], what: str) -> tuple[Tensor, Transfer | None, list[Transfer]]:
         """A slot with these experts for all work that is queued from now on, until another stack is taken.
 
         Also the copy that was started for it, and all copies that the computation waits for.
