@@ -152,7 +152,7 @@ def _apply(
     include: Iterable[str] = (),
     exclude: Iterable[str] = (),
 ) -> AppliedFp8:
-    """Describe, decide, check, build."""
+    """Describe the model, decide on every layer, check the decisions, and build the layers."""
     if not isinstance(model, nn.Module):
         raise Fp8Error(f"FP8 goes into a model that is loaded, a torch.nn.Module, got a {type(model).__name__}")
     if has_fp8(model):

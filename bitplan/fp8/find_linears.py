@@ -235,7 +235,7 @@ class _Finder:
         return len(kinds) == 1
 
     def _obstacle(self, paths: tuple[str, ...]) -> str | None:
-        """Why linears cannot be replaced."""
+        """Say why linears cannot be replaced; None where they can."""
         for path in paths:
             linear = self.modules[path]
             if type(linear) is not nn.Linear and not _is_conv1d(linear):

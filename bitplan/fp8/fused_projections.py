@@ -143,7 +143,7 @@ class NormTakenOver(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """For code that follows the names of state dicts."""
+        """The weight, for code that looks it up by the names of state dicts."""
         return self._norm[0].weight
 
     @property
@@ -229,7 +229,7 @@ def _with_own_storage(joined: Tensor, rows: tuple[int, int]) -> Tensor:
 
 
 class _Join:
-    """Reads a state under the old names."""
+    """Reads a state dict that has the old names."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
         errors: list[str] = more[-1]

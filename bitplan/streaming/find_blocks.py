@@ -75,7 +75,7 @@ class StreamedBlock:
 
     @property
     def streamed(self) -> list[StreamedParameter]:
-        """All of them."""
+        """Every streamed parameter, those that a router chooses included."""
         return [*self.parameters.values(), *self.routed.values()]
 
     @property

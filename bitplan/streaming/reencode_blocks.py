@@ -49,7 +49,7 @@ ROWS_AT_A_TIME_BYTES = 2**25
 
 
 def held_parameter(full_name: str, one: StreamedParameter) -> nn.Parameter:
-    """The Parameter that all places of `one` hold."""
+    """Return the Parameter that all modules with `one` hold."""
     parameters: dict[int, nn.Parameter] = {}
     one.put_back()
     for module, local in one.uses:
@@ -192,7 +192,7 @@ class BlockUpkeep:
 
     @property
     def chosen(self) -> BlockFormats:
-        """The formats of the next step."""
+        """Return the formats that the next step will use."""
         return self.formats if self.pending is None else self.pending
 
     def fitting_formats(self, formats: Formats, current: BlockFormats) -> BlockFormats:
@@ -213,12 +213,12 @@ class BlockUpkeep:
         self._slots, self._vram_bytes, self._is_resized = slots, vram_bytes, True
 
     def saw_step(self, peak_bytes: int) -> None:
-        """After a step: with slots="auto" and no limit of their own, slots are to fit the memory that steps leave."""
+        """Note that a step ended: with slots="auto" and no limit given, slots are made to fit what it left."""
         if self._slots == "auto" and self._vram_bytes is None and self._loader.saw_step(peak_bytes):
             self._is_resized = True
 
     def ran_out(self) -> None:
-        """A block ran out of memory: with slots="auto" the next step has fewer slots."""
+        """Note that a block ran out of memory: with slots="auto" the next step has fewer slots."""
         if self._slots == "auto" and self._vram_bytes is None:
             self._loader.ran_out()
             self._is_resized = True
@@ -336,7 +336,7 @@ class BlockUpkeep:
         return self._training is not None and self._training.trains(block.name, name)
 
     def _buffers_to_send(self, name: str) -> dict[str, Tensor]:
-        """The bytes of a block's parameters that are sent in a plain type, where the host has them in memory."""
+        """Return the host's memory of parameters that are sent in a plain type, if the host has them there."""
         layout = self._layout_of(self._by_name[name])
         buffer = self._host.buffer(name, layout)
         if buffer is None:
@@ -352,7 +352,7 @@ class BlockUpkeep:
         ]
 
     def _prepare(self, stale: list[StreamedBlock]) -> None:
-        """Before bytes are written: read the parameters, and wait until no copy reads the old bytes."""
+        """Prepare for writing bytes: read the parameters, and wait until no copy reads the old bytes."""
         self._refuse_racing(stale)
         if self._training is not None:
             self._training.finish()

@@ -151,7 +151,7 @@ class RoutedExperts:
 
     @property
     def figures(self) -> dict[str, float]:
-        """What `StreamStats.experts` says."""
+        """Return the figures that `StreamStats.experts` shows."""
         shares = [mixture.shares[-1] for mixture in self.mixtures if mixture.shares]
         return {
             "vram_bytes": self.memory.nbytes,
@@ -166,7 +166,7 @@ class RoutedExperts:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """A step begins: read what was chosen, and decide what is sent as a whole."""
+        """Begin a step: read what was chosen, and decide what is sent as a whole."""
         self.memory.fade()
         while self._unread and self._device.has_passed(self._unread[0][2]):
             at, flags, _ = self._unread.popleft()
@@ -280,7 +280,7 @@ class RoutedExperts:
 
     @contextmanager
     def _in_place(self, mixture: Mixture, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """In the modules' dicts any tensor may lie."""
+        """Have the modules use these tensors within the block, and their own Parameters again after it."""
         in_module: dict[str, Any] = mixture.module._parameters
         try:
             in_module.update(weights)
@@ -319,7 +319,7 @@ class RoutedExperts:
         return chosen
 
     def load(self, at: int, chosen: Sequence[int]) -> Tensor:
-        """The slot with these experts, for all work that is queued from now until another mixture is taken."""
+        """Load these experts into a slot, and return it; it holds them until another mixture is loaded."""
         buffer = self.memory.has(at, chosen)
         if buffer is None:
             with self._noted(at):
@@ -330,7 +330,7 @@ class RoutedExperts:
 
     @contextmanager
     def _noted(self, at: int) -> Iterator[None]:
-        """What breaks off here leaves slots of which the contents are unknown."""
+        """Remember an error that occurs within: it leaves slots whose contents are unknown."""
         try:
             yield
         except BaseException as error:
@@ -349,7 +349,7 @@ class RoutedExperts:
         return buffer
 
     def send_ahead(self, at: int) -> None:
-        """Once the work of a mixture is queued: copy what the next one is likely to need."""
+        """Copy what the next mixture is likely to need, once the work of this one is queued."""
         if self._last_taken != at:
             return
         self._last_taken = None

@@ -70,7 +70,7 @@ class _Passed(NamedTuple):
 
 
 def save_where_weights_lie(source: StreamedWeights) -> torch.autograd.graph.saved_tensors_hooks:
-    """The context in which a streamed block computes.
+    """Return the context in which a streamed block computes: autograd saves where weights lie, not the weights.
 
     A block saves some sixty tensors, and each passes here twice: most are told from weights by their address alone.
     """
@@ -105,7 +105,7 @@ def in_backward() -> bool:
 
 
 def refuse_second_derivatives(where: str) -> None:
-    """Within a backward: what it saves for a backward of its own is saved without our hooks, so not as a position."""
+    """Refuse a backward that keeps a graph of its own: it would save weights themselves, without the hooks here."""
     if torch.is_grad_enabled() and in_backward():
         raise StreamError(
             f"{where}: create_graph=True (a gradient penalty, a second derivative) keeps streamed weights beyond their "

@@ -168,7 +168,7 @@ class BlockCalls:
         return output
 
     def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
-        """A leaf of this call's graph, whose gradient goes to the host as soon as it is computed."""
+        """Return a leaf of this call's graph, whose gradient goes to the host as soon as it is computed."""
         recorder, training = self._loader.recorder, self._training
         assert recorder is not None
         assert training is not None
@@ -706,7 +706,7 @@ class BlockStream:
             raise StreamError("this stream is closed; call stream_blocks again")
 
     def _free(self, error: BaseException | None = None) -> None:
-        """Give everything back; safe to call in any state."""
+        """Give all memory back and end all threads; this may be called in any state."""
         self._loader.close()
         if self.experts is not None:
             self.experts.close()

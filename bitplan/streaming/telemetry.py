@@ -117,7 +117,7 @@ class StepRecorder:
         return all(transfer.is_done(self.device) for transfer, _ in [*self.loads, *self.sent, *self.returned])
 
     def stats(self) -> StreamStepStats:
-        """Read the clocks; `has_passed` must hold."""
+        """Return the step's figures, read from its clocks; `has_passed` must hold."""
         assert self.end is not None
         copies = [(transfer.copied, sizes) for transfer, sizes in self.loads if transfer.copied is not None]
         back = [(transfer.copied, nbytes) for transfer, nbytes in self.returned if transfer.copied is not None]

@@ -195,14 +195,14 @@ def example_shape(tokens: int, longest: int) -> tuple[int, int]:
 
 
 def _compiling_all() -> AbstractContextManager[None]:
-    """All blocks share the code of one forward, and by default dynamo would silently not compile the ninth."""
+    """Have dynamo compile every block: they share one forward, and by default the ninth would not be compiled."""
     dynamo: Any = torch._dynamo.config  # imported here: it takes seconds, and eager blocks do not need it
     patched: AbstractContextManager[None] = dynamo.patch(recompile_limit=256, fail_on_recompile_limit_hit=True)
     return patched
 
 
 def fastest_of(path: str, timed: Mapping[str, Timed], threshold: float) -> Confirmed:
-    """All FP8 where it is shown to be faster than BF16 and than the plan; else the plan, or BF16."""
+    """Choose all FP8 where it is shown to be faster than BF16 and than the plan; else the plan, or BF16."""
     plan = verdict_of(path, timed["bf16"], timed["plan"], threshold) if "plan" in timed else None
     if "all" not in timed:
         assert plan is not None

@@ -155,13 +155,13 @@ def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, A
 
 
 def _cut(config: Mapping[str, Any], blocks: int) -> dict[str, Any]:
-    """Only the first blocks; lists with an entry for each block (layer_types, mlp_layer_types) are cut with them."""
+    """Keep only the first blocks, and cut lists with an entry for each block (layer_types, mlp_layer_types)."""
     lists = {key: value[:blocks] for key, value in config.items() if key.endswith("layer_types") and value}
     return dict(config) | lists | {"num_hidden_layers": blocks}
 
 
 def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> nn.Module:
-    """transformers' model; any error of its checks becomes one line that names the file."""
+    """Build transformers' model; any error of its checks becomes one line that names the file."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
@@ -252,7 +252,7 @@ def confirm_policy(
     recipe: str | None = None,
     on_count: Callable[[int], None] = lambda _: None,
 ) -> list[CountResult]:
-    """A result for every token count."""
+    """Confirm a policy at every token count, and return a result for each."""
     wrong = [count for count in counts if not is_count(count) or count > MOST_TOKENS]
     if wrong or not counts:
         got = repr(wrong[0]) if wrong else "none"

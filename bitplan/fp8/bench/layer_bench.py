@@ -213,7 +213,7 @@ class BenchRanks:
 
 
 class RankPeers(Peers):
-    """Agreement of all ranks."""
+    """The other ranks, with which this one agrees on failures and times."""
 
     def __init__(self, group: Any) -> None:
         self.group = group
@@ -355,7 +355,7 @@ class BenchPlan:
 
 @dataclass(frozen=True)
 class Way:
-    """One case, timed in one way."""
+    """One case that is timed in one way: eager or as a graph, by one routing."""
 
     case: Case
     timing: str

@@ -210,7 +210,7 @@ def _kernels() -> tuple[Any, Any]:
 
 
 def reference_stats(x_RC: Tensor, norm: NormWeights) -> tuple[Tensor | None, Tensor]:
-    """(mean of each row or None, 1 / its deviation), float32."""
+    """Return each row's mean (None for RMSNorm) and 1 / its deviation, in float32."""
     x = x_RC.float()
     mean = x.mean(1) if norm.kind == "layer" else None
     if mean is not None:
@@ -227,7 +227,7 @@ def apply_norm(x_RC: Tensor, norm: NormWeights, mean_R: Tensor | None, rstd_R: T
 def norm_gradient(
     dy_RC: Tensor, x_RC: Tensor, norm: NormWeights, mean_R: Tensor | None, rstd_R: Tensor, *, impl: str = "auto"
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, the weight's gradient, the bias's); the last two added in float32 and rounded to the weight's type."""
+    """Return gradients of input, weight and bias; the last two are sums in float32, rounded to the weight's type."""
     if impl == "triton" or (impl == "auto" and x_RC.is_cuda):
         norms = _kernels()[1]
         row_norm = norms.Norm(norm.kind, mean_R, rstd_R, norm.weight, norm.bias)
@@ -255,12 +255,12 @@ FUNCTIONS = (*ACTIVATIONS, *(name + GATED for name in ACTIVATIONS))
 
 
 def split_function(function: str) -> tuple[str, bool]:
-    """(the activation, whether it is gated)."""
+    """Return the activation's name, and whether it is gated."""
     return function.removesuffix(GATED), function.endswith(GATED)
 
 
 def width_of(function: str, features: int) -> int:
-    """The columns of y for so many features of h."""
+    """Return how many columns y has for so many features of h."""
     return 2 * features if function.endswith(GATED) else features
 
 

@@ -83,7 +83,7 @@ class GroupedLinear(CastsWeight):
             self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """As nn.Linear: uniform within 1 / sqrt(in_features)."""
+        """Draw numbers as nn.Linear does: uniform within 1 / sqrt(in_features)."""
         limit = self.in_features**-0.5
         nn.init.uniform_(self.weight, -limit, limit)
         if self.bias is not None:

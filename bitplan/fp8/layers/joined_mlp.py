@@ -110,7 +110,7 @@ class JoinedMlp(nn.Module):
 
 
 def _fits(x: Tensor, first: Any) -> bool:
-    """Others go to the layers themselves, whose errors say what is wrong."""
+    """Whether an input suits the joined MLP; others go to the layers themselves, whose errors say what is wrong."""
     return isinstance(x, Tensor) and x.dtype in INPUT_TYPES and x.ndim > 0 and x.shape[-1] == first.weight.shape[1]
 
 

@@ -165,7 +165,7 @@ def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> Scal
 def kept_layouts(
     weight: Tensor, recipe: str, eps: float, *, is_forward: bool
 ) -> tuple[ScaledFp8 | None, ScaledFp8 | None]:
-    """What is kept of the weight's present state, (rows, cols), found quickly; not to be called in CUDA graphs."""
+    """Return the kept casts of the weight's present state, (rows, cols), quickly; not to be called in CUDA graphs."""
     kept = _kept.get(_memory_key(weight))
     if kept is None or kept.captured or kept.version != writes_of(weight):
         return None, None

@@ -83,13 +83,13 @@ class CastsWeight(nn.Module):
     reuse_weight_cast: bool
 
     def train(self, mode: bool = True) -> Self:
-        """As ever. What was written between training and evaluation need not be counted: weights are cast anew."""
+        """Switch as nn.Module does; weights are cast anew, so writes before a switch need not be counted."""
         if mode != self.training and self.reuse_weight_cast:
             expire_casts([cast(Tensor, self.weight)])
         return super().train(mode)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As ever; FSDP2 puts its shards in place so, and from then on every forward casts what was gathered."""
+        """Set as nn.Module does; where FSDP2 so puts its shards in place, every forward casts what was gathered."""
         super().__setattr__(name, value)
         if name == "weight" and self.__dict__.get("reuse_weight_cast") and _is_shard(value):
             self.reuse_weight_cast = False

@@ -331,7 +331,7 @@ def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:
 
 
 def _at_count(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
-    """The whole module, some of its products, or BF16."""
+    """Choose the whole module, some of its products, or BF16, at one token count."""
     for_module = decide(policy, question)
     if question.estimate and not for_module and for_module.answer == UNMEASURED:
         for_module = _estimated(policy, question, for_module)

@@ -109,7 +109,7 @@ class Calibration:
         return str(batch) in self.layers and not self.missing_formats(batch, formats)
 
     def result(self) -> CalibrationResult:
-        """Means over the samples."""
+        """Return the mean errors over the samples."""
         blocks: dict[str, dict[str, list[float | None]]] = {}
         layers: dict[str, dict[str, list[float | None]]] = {}
         for fmt, batches in self.blocks.items():
@@ -227,7 +227,7 @@ def _means(samples: Mapping[str, Mapping[str, Sequence[float | None]]]) -> Error
 
 
 def _check_errors(reader: Reader, path: str, rows: Mapping[str, Any]) -> None:
-    """Three levels of names, then a number from 0 or null."""
+    """Check three levels of names, below which is null or a number of at least 0."""
     for outer, middle in rows.items():
         for inner, row in (middle if isinstance(middle, Mapping) else {"": middle}).items():
             if not isinstance(row, Mapping):

@@ -89,7 +89,7 @@ def reduce_parts(blocks: Blocks) -> Parts:
 
 
 def explain_reduce(blocks: Blocks) -> Picked:
-    """What `reduce_blocks` would run."""
+    """Say which implementation `reduce_blocks` would run."""
     first = blocks[0][0]
     if not first.is_cuda:
         return Picked("torch", f"the kernel is for CUDA, these are on {first.device.type}")
@@ -102,7 +102,7 @@ def explain_reduce(blocks: Blocks) -> Picked:
 
 
 def torch_parts(blocks: Blocks) -> Parts:
-    """The definition: one part per tensor."""
+    """Reduce gradients, one part per tensor; this is the definition."""
     flat = [grad for grads in blocks for grad in grads]
     rows = []
     for grad in flat:
@@ -113,7 +113,7 @@ def torch_parts(blocks: Blocks) -> Parts:
 
 
 def triton_parts(blocks: Blocks) -> Parts:
-    """The same in parts of 64k numbers."""
+    """Reduce gradients in parts of 64k numbers, as `torch_parts` does in whole tensors."""
     from bitplan.streaming.selective.triton_gradient_statistics import PART, kernel_parts
 
     flat = [grad for grads in blocks for grad in grads]
@@ -360,7 +360,7 @@ def _gradients(source: Gradients) -> Iterable[Tensor | None]:
 
 
 def _send(tensors: list[Tensor]) -> list[_Copy]:
-    """One copy per device, queued behind its work; nothing waits."""
+    """Send figures to the host, in one copy per device, queued behind its work; nothing waits."""
     groups: dict[torch.device, list[int]] = {}
     for at, tensor in enumerate(tensors):
         groups.setdefault(tensor.device, []).append(at)
@@ -377,7 +377,7 @@ def _send(tensors: list[Tensor]) -> list[_Copy]:
 
 
 def _arrived(copies: list[_Copy], count: int) -> list[list[float]]:
-    """Every figure's numbers, in order."""
+    """Return the numbers of every figure, in order."""
     rows: list[list[float]] = [[] for _ in range(count)]
     for copy in copies:
         if copy.event is not None:

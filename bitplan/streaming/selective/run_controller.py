@@ -86,7 +86,7 @@ _COUNT = Kind("an integer from 1", lambda value: type(value) is int and 1 <= val
 
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a controller goes by.
+    """The settings of a controller.
 
     total_steps     of the schedule
     final_share     the last part of it, in which precision rises again
@@ -359,7 +359,7 @@ class RunController(Closing):
 
     @property
     def plan(self) -> Plan:
-        """The plan of now: a row for each part of each block, with the reason and the evidence of its last change."""
+        """Return the present plan: a row for each part of each block, with reason and evidence of its last change."""
         entries = {}
         for name, row in self.rows.items():
             last = self.state.reasons.get(name)
@@ -494,7 +494,7 @@ class RunController(Closing):
             self._note(step, [RowDecision(name, False, reason, dict(evidence)) for name in names])
 
     def _raise(self, step: int) -> None:
-        """The last part of the schedule."""
+        """Raise rows to high precision again, as the last part of the schedule has it."""
         state, settings = self.state, self.settings
         self._timing = None
         if state.queue is None:
@@ -686,7 +686,7 @@ def layers_of(block: StreamedBlock) -> list[tuple[SwitchesProducts, dict[str, st
 def rows_of(
     stream: BlockStream, layers: Mapping[str, list[tuple[SwitchesProducts, dict[str, str]]]], wire: str
 ) -> Iterator[RunRow]:
-    """The rows of every block, all high."""
+    """Yield the rows of every block, all in high precision."""
     states = stream.plan
     for block in stream.blocks:
         for part in PRODUCTS:

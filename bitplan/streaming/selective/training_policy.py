@@ -182,7 +182,7 @@ class TelemetryError(BitplanError, OSError):
 
 @dataclass(frozen=True)
 class PrecisionStepMetrics:
-    """One line: Stagehand's fields in their order, then ours."""
+    """One line of telemetry: Stagehand's fields in their order, then those that only bitplan has."""
 
     step_id: int
     timestamp: float
@@ -427,7 +427,7 @@ class Reminders:
             )
 
     def decided(self) -> None:
-        """compute_hints was called at a multiple of the interval."""
+        """Note that compute_hints was called at a multiple of the interval."""
         self._steps_undecided = 0
 
     def step_ends(self, step: int, *, has_collected: bool) -> None:

@@ -99,7 +99,7 @@ class AdamWRates(NamedTuple):
 
 
 class AdamWTensors(NamedTuple):
-    """Numbers that lie contiguously, as many in each; `sent` gets the new masters in its type."""
+    """Contiguous tensors with equally many numbers; `sent` gets the new masters in its type."""
 
     master: Tensor
     gradient: Tensor
@@ -109,7 +109,10 @@ class AdamWTensors(NamedTuple):
 
 
 def step_by_torch(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> None:
-    """The definition; as many numbers at a time as the scratch has, where a gradient in another type is widened."""
+    """Do one step by torch's fused AdamW, which is the definition.
+
+    It takes as many numbers at a time as the scratch has, where a gradient in another type is widened.
+    """
     master, gradient, first, second, sent = tensors
     count = torch.tensor(float(rates.step))
     flat = (master, gradient, first, second) if sent is None else (master, gradient, first, second, sent)
@@ -138,7 +141,7 @@ def step_by_torch(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> 
 
 
 def pieces(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Contiguous tensors of as many numbers, `size` numbers at a time."""
+    """Cut contiguous tensors of equal length into pieces of `size` numbers, and yield the pieces side by side."""
     flat = [tensor.detach().view(-1) for tensor in tensors]
     for start in range(0, len(flat[0]), size):
         yield [one[start : start + size] for one in flat]
@@ -215,7 +218,7 @@ class SmallTensors(NamedTuple):
 
 
 def step_small_by_torch(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
-    """The definition: widen, step, make small again. `key` and `start` are of the random numbers, see `write`."""
+    """Widen the states, step, and make them small again; this is the definition. `key`, `start`: see `write`."""
     scratch = torch.empty(min(len(tensors.gradient), AT_A_TIME))
     for begin in range(0, len(tensors.gradient), AT_A_TIME):
         weights, remainder, gradient, moments = tensors.part(begin, begin + AT_A_TIME)
@@ -259,12 +262,12 @@ def _codes(roots: Tensor, largest: int, up: Tensor | None) -> Tensor:
 
 
 def random_seed(key: str, moment: int) -> int:
-    """What the random numbers of one step of one weight begin with; `moment` is 1 or 2."""
+    """Return the seed of the random numbers of one step of one weight; `moment` is 1 or 2."""
     return zlib.crc32(f"{key} {moment}".encode())
 
 
 def random_numbers(seed: int, start: int, count: int) -> Tensor:
-    """Numbers `start` to `start + count` of a seed, from 0 to below 1 in 24 bits: a hash of their places."""
+    """Numbers `start` to `start + count` of a seed, from 0 to below 1 in 24 bits: a hash of their positions."""
     word = torch.arange(start, start + count).mul_(STRIDE).add_(seed).bitwise_and_(WORD)
     for shift, multiplier in ((16, FIRST_MIX), (15, SECOND_MIX)):
         word = (word ^ (word >> shift)).mul_(multiplier).bitwise_and_(WORD)

@@ -53,7 +53,7 @@ TRIED_WAYS = (
 
 
 def step_by_loop(tensors: AdamWTensors, rates: AdamWRates) -> None:
-    """`step_by_torch`, to the bit; gradient and `sent` are float32 or bfloat16."""
+    """Do what `step_by_torch` does, to the bit; gradient and `sent` are float32 or bfloat16."""
     flat = [one.detach().view(-1) for one in tensors if one is not None]
     whole = len(flat[0]) // LANES * LANES
     if whole:
@@ -67,7 +67,7 @@ def step_by_loop(tensors: AdamWTensors, rates: AdamWRates) -> None:
 
 
 def step_small_by_loop(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
-    """`step_small_by_torch`, to the bit, for whole blocks; the numbers after them are left to it."""
+    """Do what `step_small_by_torch` does, to the bit, for whole blocks; the numbers after them are left to it."""
     whole = len(tensors.gradient) // BLOCK * BLOCK
     weights, remainder, gradient, moments = tensors.part(0, whole)
     if whole:
@@ -91,7 +91,7 @@ def step_small_by_loop(tensors: SmallTensors, rates: AdamWRates, key: str, start
 
 
 def differs_from_torch() -> str:
-    """Empty if the loop has torch's bits here, with settings that take each of its ways; else what differs."""
+    """Say where the loop differs from torch on this machine, tried with settings of each kind; empty if nowhere."""
     random = torch.Generator().manual_seed(0)
     for betas, decay, dtype, sent in TRIED_WAYS:
         size = 10.0 ** torch.randint(-9, 2, (TRIED,), generator=random)
@@ -115,7 +115,7 @@ def _array(tensor: Tensor) -> Any:
 
 
 def _factors(rates: AdamWRates, is_split: bool = False) -> Any:
-    """Computed in 64 bits and rounded to 32, as torch does."""
+    """Return the factors of a step, computed in 64 bits and rounded to 32, as torch does."""
     (beta1, beta2), share = rates.betas, F32(1 - rates.betas[0])
     is_large = not abs(share) < SMALL_SHARE
     corrections = 1 - beta1**rates.step, 1 - beta2**rates.step

@@ -103,7 +103,7 @@ class GradientMemory:
         return buffer
 
     def target(self, key: Key, dtype: torch.dtype, *, is_first: bool) -> Tensor:
-        """Memory that the device copies a gradient to."""
+        """Return the memory that the device copies a gradient to."""
         gradient = self._tensors[key]
         if is_first and self.pinned and gradient.dtype == dtype:
             return gradient
@@ -143,7 +143,7 @@ class GradientMemory:
 
     @property
     def nbytes(self) -> int:
-        """The places of all gradients, and their sums in float32; not the buffers of one gradient."""
+        """The bytes of all gradients, and of their sums in float32; not the buffers of one gradient."""
         return sum(one.nbytes for one in (*self._buffers, *self._wide.values()))
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class StepGradients:
     update: _Update | None = None  # with update_in_backward, from the first gradient on
 
     def note_backward(self) -> None:
-        """Within a backward: note that it has begun. Autograd calls back at its end, unless something in it failed."""
+        """Note that a backward has begun. Autograd calls back at its end, unless something in it failed."""
         task = torch._C._current_graph_task_id()
         if task not in self.unfinished:
             self.unfinished.add(task)
@@ -258,7 +258,7 @@ class _Update:
     is_ending: bool = False
 
     def wake_waiters(self) -> None:
-        """Nothing more will come."""
+        """Wake those that wait for gradients: none will come any more."""
         for latch in (self.checked, *self.fresh.values()):
             latch.set()
 
@@ -420,7 +420,7 @@ class HostTraining:
     # ---- updates within the backward ---------------------------------------------------------------------------------
 
     def note_call(self, block: str) -> None:
-        """A block computes, and not for a backward."""
+        """Note that a block computes, and not for a backward."""
         gradients = self._open
         if not self.updates_early or gradients is None:
             return
@@ -722,7 +722,7 @@ class HostTraining:
             self._scale(update.gradients, self.max_norm)
 
     def _make_states(self, settings: Mapping[Key, Settings], keys: Iterable[Key]) -> None:
-        """As AdamW does in its first step; here, before any block is stepped, running out of memory does no harm."""
+        """Make the optimizer's states before any block is stepped: running out of memory does no harm here."""
         for key in keys:
             if isinstance(settings[key], AdamWSettings) and not self._is_frozen(key):
                 self.weight(*key).make_states()
@@ -773,7 +773,7 @@ class HostTraining:
                     self._update.wake_waiters()  # it died before the update began
 
     def _replace_gradient_thread(self) -> None:
-        """Start a new thread and new places: the old thread is dead, or hangs in a copy to the old ones."""
+        """Start a new thread with new memory: the old thread is dead, or hangs in a copy to the old memory."""
         if self._gradients.is_alive:
             self._gradient_memory = GradientMemory(
                 self._device, self._gradient_memory.specs, pinned=self._gradient_memory.pinned

@@ -156,9 +156,9 @@ class ExpertMemory:
         return slot.buffer if slot is not None and slot.stack == stack and slot.present.issuperset(experts) else None
 
     def load(self, stack: int, experts: Sequence[int], what: str) -> tuple[Tensor, Transfer | None, list[Transfer]]:
-        """A slot with these experts for all work that is queued from now on, until another stack is taken.
+        """Load these experts into a slot, which holds them for all work that is queued until another stack is loaded.
 
-        Also the copy that was started for it, and all copies that the computation waits for.
+        Return the slot's memory, the copy that was started for it, and all copies that the computation waits for.
         """
         if self._current is not None and self._current.stack != stack:
             self.leave()
