@@ -18,7 +18,14 @@ from torch import Tensor
 from bitplan.base.errors import FormatError
 from bitplan.rounding.layout import ScaledBlocks, unordered
 from bitplan.rounding.round_columns import in_batches, is_compiled, loops_for
-from bitplan.rounding.scale_search import ScaleLadder, block_slices, candidates_of, least_of, search_scales
+from bitplan.rounding.scale_search import (
+    ScaleLadder,
+    block_slices,
+    candidates_of,
+    least_of,
+    move_if_better,
+    search_scales,
+)
 
 Order = Literal["activation", "given"]
 # Columns whose errors go to the rest at once. A scale of more columns is searched once, before the first is rounded.
@@ -264,7 +271,7 @@ def _better_scales(
     moved = ladder.as_stored(scales + torch.where(curve > 0, slope / curve, 0.0))
     usable = moved.isfinite() if ladder.is_signed else moved.isfinite() & (moved >= 0)
     move = torch.where(usable, moved - scales, 0.0)
-    return torch.where(2 * move * slope > move.square() * curve, move, 0.0)
+    return move_if_better(move, slope, curve)
 
 
 # ---- on GPUs: a batch of columns in one launch, and its errors to all others in one product; nothing waits -----------

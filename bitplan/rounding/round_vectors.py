@@ -31,6 +31,7 @@ from bitplan.formats.gguf.search import column_weights
 from bitplan.rounding.error_compensation import OrderedFactor
 from bitplan.rounding.layout import VectorScales, inverse_of, unordered
 from bitplan.rounding.round_columns import is_compiled
+from bitplan.rounding.scale_search import move_if_better
 
 
 def round_vectors(matrix: Tensor, by: OrderedFactor, fmt: GgufVectors, sweeps: int) -> Tensor:
@@ -123,7 +124,7 @@ def _sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorS
                 rise, curve = (v[:, at] * gradient[:, at]).sum(1), ((v[:, at] @ hessian[at, at]) * v[:, at]).sum(1)
                 wanted = torch.where(d > 0, (now + rise / curve / d) / layout.unit, 1.0)
                 tried = ((wanted - 1) * 0.5).round().clamp(0, MOST)
-                move = _if_better((layout.multiples(tried) - now) * d, rise, curve)
+                move = move_if_better((layout.multiples(tried) - now) * d, rise, curve)
                 scales.stored[:, group] = torch.where(move != 0, tried, scales.stored[:, group])
                 gradient -= (move.unsqueeze(1) * v[:, at]) @ hessian[at]
             at = slice(first, first + NUMBERS)
@@ -131,7 +132,7 @@ def _sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorS
             way = v[:, at] * multiples.repeat_interleave(layout.group, 1)
             rise, curve = (way * gradient[:, at]).sum(1), ((way @ hessian[at, at]) * way).sum(1)
             tried = as_half((d + rise / curve).clamp(min=0.0))
-            move = _if_better(tried - d, rise, curve)
+            move = move_if_better(tried - d, rise, curve)
             scales.d[:, block] = torch.where(move != 0, tried, d)
             gradient -= (move.unsqueeze(1) * way) @ hessian[at]
             steps = scales.d[:, block, None] * multiples
@@ -145,8 +146,3 @@ def _sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorS
                 change = torch.where((gain > 0).unsqueeze(1), change, 0.0)
                 v[:, at] = torch.where((gain > 0).unsqueeze(1), tried, v[:, at])
                 gradient -= change @ hessian[at]
-
-
-def _if_better(move: Tensor, rise: Tensor, curve: Tensor) -> Tensor:
-    """The move where the error becomes smaller, else none."""
-    return torch.where(2 * move * rise > move.square() * curve, move, 0.0)

@@ -208,7 +208,7 @@ class GroupScales:
                 rise, curve, change = _along(way, slope[:, at], hessian[at], at)
                 wanted = now + torch.where((curve > 0) & (unit != 0), rise / curve / unit, 0.0)
                 wanted = wanted.round().clamp(least, layout.scale_high)
-                move = _if_better((wanted - now) * unit, rise, curve)
+                move = move_if_better((wanted - now) * unit, rise, curve)
                 integers[:, first + group] = torch.where(move != 0, wanted, now)
                 slope -= move.unsqueeze(-1) * change
 
@@ -221,7 +221,7 @@ class GroupScales:
             wanted = (now + torch.where(curve > 0, rise / curve, 0.0)).half().float()
             if self.layout.has_groups and units is self.dmin:
                 wanted = wanted.clamp(max=0.0)
-            move = _if_better(torch.where(wanted.isfinite(), wanted - now, 0.0), rise, curve)
+            move = move_if_better(torch.where(wanted.isfinite(), wanted - now, 0.0), rise, curve)
             units[:, block] = torch.where(move != 0, wanted, now)
             slope -= move.unsqueeze(-1) * change
 
@@ -245,6 +245,6 @@ def _along(way: Tensor | None, slope: Tensor, hessian: Tensor, at: slice) -> tup
     return (way * slope).sum(1), (way * change[:, at]).sum(1), change
 
 
-def _if_better(move: Tensor, rise: Tensor, curve: Tensor) -> Tensor:
-    """The move where the error becomes smaller, else none."""
+def move_if_better(move: Tensor, rise: Tensor, curve: Tensor) -> Tensor:
+    """Return the moves of scales by which the error becomes smaller, and 0 for the others."""
     return torch.where(2 * move * rise > move.square() * curve, move, 0.0)
