@@ -26,6 +26,7 @@ import numba
 from llvmlite import ir  # type: ignore[import-untyped]
 from llvmlite.binding import ffi as llvm  # type: ignore[import-untyped]
 from numba.core import cgutils, types
+from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import CompilerBase, DefaultPassBuilder
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
@@ -90,6 +91,39 @@ class LoopCompiler(CompilerBase):  # type: ignore[misc]
                 gc.enable()
 
 
+class _PartLibrary(JITCodeLibrary):  # type: ignore[misc]
+    """Code that is linked into kernels and is never called by itself: numba would make machine code of each part, too,
+    which takes a sixth of the time.
+    """
+
+    def _finalize_final_module(self) -> None:
+        self._finalize_dynamic_globals()
+        self._verify_declare_only_symbols()
+        self._finalized = True
+
+    def get_pointer_to_function(self, name: str) -> int:
+        return 0  # which numba has for functions without a wrapper
+
+    @property
+    def codegen(self) -> _PartLibrary:
+        return self
+
+    def set_env(self, name: str, env: Any) -> None:
+        """Do nothing: the environment is for code that handles Python objects."""
+
+
+@functools.cache
+def _of_parts(compiler: type[LoopCompiler]) -> type[LoopCompiler]:
+    """The compiler for what is linked into kernels."""
+
+    class PartCompiler(compiler):  # type: ignore[valid-type, misc]
+        def compile_extra(self, func: Any) -> Any:
+            self.state.library = _PartLibrary(self.state.targetctx.codegen(), func.__qualname__)
+            return super().compile_extra(func)
+
+    return PartCompiler
+
+
 class OneTypeCompiler(LoopCompiler):
     """For loops in which a variable has one type from beginning to end: a sixth less to compile. Where it has not,
     numba may find no type for it, or takes the wider one for both.
@@ -110,7 +144,8 @@ def compiled(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCo
 
 def inlined(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A part of kernels, compiled into each of them. Python cannot call it: a wrapper would take time to compile."""
-    return numba.njit(function, forceinline=True, no_cpython_wrapper=True, pipeline_class=compiler, **OPTIONS)
+    pipeline = _of_parts(compiler)
+    return numba.njit(function, forceinline=True, no_cpython_wrapper=True, pipeline_class=pipeline, **OPTIONS)
 
 
 def merged(function: Callable[..., Any]) -> Any:
@@ -120,7 +155,7 @@ def merged(function: Callable[..., Any]) -> Any:
 
 def called(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A large part of kernels, compiled once, which kernels call."""
-    return numba.njit(function, no_cpython_wrapper=True, pipeline_class=compiler, **OPTIONS)
+    return numba.njit(function, no_cpython_wrapper=True, pipeline_class=_of_parts(compiler), **OPTIONS)
 
 
 def address_of(kernel: Any, *examples: Any, kinds: tuple[Any, ...] | None = None) -> int:
