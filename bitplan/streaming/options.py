@@ -129,8 +129,8 @@ class StreamOptions:
     timeout_s     how long any wait, for a transfer or for another process, may take before it is an error
     shard_optimizer   with train="weights" in several processes (torchrun): each keeps the master and the states of its
                   part of every weight, and steps that part; see `training.processes`
-    update_in_backward    with train="weights": step each block beside the backward of the blocks before it, as soon as
-                  its gradients are on the host, instead of after the step's last one. One backward a step, in one
+    update_in_backward    with train="weights": step each weight as soon as its gradient is on the host, beside the
+                  rest of the backward, instead of after the step's last gradient. One backward a step, in one
                   process, without clipping or a GradScaler; a step that breaks off in its backward, or is not ended,
                   leaves weights of two steps, and a state must be loaded
     moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8,

@@ -471,8 +471,8 @@ class WeightLoader:
         if slot is None:
             if self._is_changing(block):
                 raise StreamError(
-                    f"{self.where(block)}: needed again after its gradients were whole, when update_in_backward=True "
-                    "has changed it; train this model without that option"
+                    f"{self.where(block)}: needed again after gradients of it had come, with which "
+                    "update_in_backward=True changes it; train this model without that option"
                 )
             if block in self._walk.resident:
                 slot = self.ring.resident[block]
@@ -492,7 +492,7 @@ class WeightLoader:
                 self._load(self.ring.slots[load.slot], load.block)
 
     def _is_changing(self, block: int) -> bool:
-        return self.training is not None and self.training.is_whole(self.names[block])
+        return self.training is not None and self.training.is_changing(self.names[block])
 
     def wait_for_readers(self, block: str) -> None:
         """Wait, on the optimizer's thread, until no copy reads a block's bytes on the host."""

@@ -10,6 +10,7 @@ import torch
 
 from bitplan.base.errors import BlockNonFiniteError, StreamError
 from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.training import host_training
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.streaming.stream_samples import CHECKPOINTING, COUNT, OPTIONS, Stack, batch, make_stack
@@ -48,7 +49,11 @@ def run_step(model, stream, number, dtype=torch.float32, *, waits=False):
 @pytest.mark.cross("formats", [None, "int8_row"])
 @pytest.mark.cross("moments", ["float32", "int8"])
 @pytest.mark.cross("slots", [2, "auto"])
-def test_masters_and_states_are_those_of_steps_as_a_whole(checkpointing, dtype, formats, moments, slots):
+@pytest.mark.cross("alone", [1, 2**14, 2**20])
+def test_masters_and_states_are_those_of_steps_as_a_whole(
+    checkpointing, dtype, formats, moments, slots, alone, monkeypatch
+):
+    monkeypatch.setattr(host_training, "STEPPED_ALONE", alone)
     model = make_stack(adapters=False, dtype=dtype)
     model.checkpointing = checkpointing
     other, states = copy.deepcopy(model), []
@@ -59,6 +64,25 @@ def test_masters_and_states_are_those_of_steps_as_a_whole(checkpointing, dtype, 
             states.append({key: value.clone() for key, value in stream.state_dict()["tensors"].items()})
     assert states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][key], states[1][key]) for key in states[1])
+
+
+@pytest.mark.parametrize(("alone", "early"), [(2**14, ["down.weight", "up.weight"]), (2**20, [])])
+def test_behind_the_last_backward_only_its_last_weights_are_left_to_step(alone, early, monkeypatch):
+    """The large weights of the first block are stepped before the gradients of its norm come."""
+    monkeypatch.setattr(host_training, "STEPPED_ALONE", alone)
+    model, stepped = make_stack(adapters=False, dtype=torch.bfloat16), []
+    with opened(model) as stream:
+
+        def look(gradient):  # of what the first block's norm gave
+            wait(stream)
+            stepped.extend(name for block, name in stream.training.gradients.update.weights if block == "layers.0")
+            return gradient
+
+        model.layers[0].norm.register_forward_hook(lambda _module, _inputs, output: output.register_hook(look) and None)
+        run_step(model, stream, 0, torch.bfloat16)
+        stream.synchronize()
+        assert sorted(set(stepped) - {"up.bias"}) == early
+        assert {one.steps for one in stream.training.trained().values()} == {1}
 
 
 def test_a_block_that_computes_twice_is_stepped_when_the_step_ends():

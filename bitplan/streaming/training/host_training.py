@@ -14,10 +14,12 @@ does, wherever Ctrl-C comes. Gradients belong to their step, so a dropped step l
 itself fails between two blocks, the masters belong to two different steps, and every call raises until a state is
 loaded. What is sent is derived from the master, never the other way round.
 
-With `update_in_backward` the promise of a whole step is given up for time: a block whose gradients have all arrived is
-put into `StepGradients.ready` and stepped at once, of several the first in forward order; those that wait when the
-step ends are stepped as above, beside the next forward. Each block may compute once a step, so that all its gradients
-come in one backward, and no block is loaded again once its gradients are whole.
+With `update_in_backward` the promise of a whole step is given up for time: a weight is stepped when its gradient has
+arrived (`EarlyBlock`), of several blocks' the first in forward order, and a block is encoded behind its last weight;
+what waits when the step ends is stepped as above, beside the next forward. So at the end of the backward the weights
+that it came to last are to step, and not a block. Each block may compute once a step, so that all its gradients come in
+one backward, and no block is loaded again once a weight of it may have been stepped: autograd has used a weight for the
+last time when its gradient is whole, and the block's other weights are on the device.
 
 Memory that is new to the process is expensive: the kernel clears each page at its first use, which takes longer than
 the bus. So a gradient is copied straight to its own place, the same in every step, and stays in its type until AdamW
@@ -156,6 +158,20 @@ class GradientMemory:
 
 
 @dataclass(eq=False)
+class EarlyBlock:
+    """A block whose weights are stepped within the backward.
+
+    Weights are handed to the optimizer's thread as their gradients come, small ones with the next large one.
+    """
+
+    unstepped: int  # weights; counted by the optimizer's thread
+    missing: int  # gradients that are still to come
+    seen: set[str] = field(default_factory=set)  # weights whose gradients have come
+    waiting: list[str] = field(default_factory=list)  # those of them that are not handed over
+    is_changing: bool = False  # some were, so the bytes on the host may change at any time
+
+
+@dataclass(eq=False)
 class StepGradients:
     """The gradients of one step as they arrive, by block and parameter; dropped when the step is over."""
 
@@ -170,7 +186,7 @@ class StepGradients:
     overflowed: bool | None = None  # None until `unscale_gradients` has looked
     is_averaged: bool = False  # over all processes
     calls: Counter[str] = field(default_factory=Counter)  # of blocks, in forwards
-    missing: dict[str, int] = field(default_factory=dict)  # gradients of a block that are still to come
+    early: dict[str, EarlyBlock] = field(default_factory=dict)  # with update_in_backward
     update: _Update | None = None  # with update_in_backward, from the first gradient on
 
     def note_backward(self) -> None:
@@ -239,22 +255,25 @@ def _norm_of(norms: Sequence[Tensor]) -> Tensor:
 
 Result = TypeVar("Result")
 FROZEN = -1  # in the place of a gradient's kind: the weight does not require one in this process
+STEPPED_ALONE = 2**16  # numbers of a weight: handing it over takes the host as long as AdamW takes for so many
 GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
 
 
 @dataclass(eq=False)
 class _Update:
-    """The progress of one step's update: which blocks were begun, stepped and encoded, and which are up to date."""
+    """The progress of one step's update: which weights and blocks were stepped, and which bytes are up to date."""
 
     gradients: StepGradients
     flags: SentFlags | None  # None until the step ends
     settings: Mapping[Key, Settings]
     fresh: Mapping[str, Latch]
     checked: Latch = field(default_factory=Latch)  # it is known whether the step counts
-    begun: list[str] = field(default_factory=list)
+    begun: set[str] = field(default_factory=set)  # blocks; `stepped` and `encoded` are, too
     stepped: list[str] = field(default_factory=list)
     encoded: list[str] = field(default_factory=list)
-    ready: dict[str, SentFlags] = field(default_factory=dict)  # blocks to step before the step ends
+    weights: set[Key] = field(default_factory=set)  # that were stepped
+    sent: set[Key] = field(default_factory=set)  # and put where they are sent from
+    ready: dict[str, list[tuple[list[str], SentFlags]]] = field(default_factory=dict)  # to step before the step ends
     is_ending: bool = False
 
     def wake_waiters(self) -> None:
@@ -399,7 +418,8 @@ class HostTraining:
         self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
     ) -> None:
         """Take a gradient from the device; called in backward, returns at once unless too many are waiting."""
-        if self.is_whole(block):
+        early = gradients.early.get(block)
+        if early is not None and name in early.seen:
             raise StreamError(
                 f"{block}.{name}, step {gradients.step}: update_in_backward=True takes one backward a step, and this "
                 "is another; train without that option"
@@ -409,13 +429,14 @@ class HostTraining:
         gradients.expected += 1
         self._finite.look_at(self._flag_of[f"{block}.{name}"], gradient)
         after, what = self._device.mark(), f"{block}.{name}, step {gradients.step}: gradient"
-        self._gradients.submit(
-            lambda: self._add((block, name), gradient, gradients, after, what, recorder),
-            what,
-            timeout_s=self._timeout_s,
-        )
-        if self.updates_early:
-            self._count(block, gradients, what)
+        hand_over = self._count(block, name, gradients, what) if self.updates_early else None
+
+        def take() -> None:
+            self._add((block, name), gradient, gradients, after, what, recorder)
+            if hand_over is not None:
+                hand_over()
+
+        self._gradients.submit(take, what, timeout_s=self._timeout_s)
 
     # ---- updates within the backward ---------------------------------------------------------------------------------
 
@@ -431,46 +452,58 @@ class HostTraining:
             )
         gradients.calls[block] += 1
 
-    def is_whole(self, block: str) -> bool:
-        """Whether the gradients of a block are whole before the step's end: its bytes may change from now on."""
-        return self._open is not None and self._open.missing.get(block) == 0
+    def is_changing(self, block: str) -> bool:
+        """Whether the bytes of a block may change before the step's end."""
+        early = None if self._open is None else self._open.early.get(block)
+        return early is not None and early.is_changing
 
-    def _count(self, block: str, gradients: StepGradients, what: str) -> None:
-        """In backward: count a gradient that is on its way; after a block's last one, let it be stepped."""
+    def _count(self, block: str, name: str, gradients: StepGradients, what: str) -> Callable[[], None] | None:
+        """In backward: count a gradient that is on its way. The call that lets its weight, and small ones before it, be
+        stepped, when it is there; None: not yet.
+        """
         if gradients.update is None:
             gradients.update = self._new_update(gradients)
             self.is_settled = False
         if gradients.calls[block] != 1:  # it computed more than once: more gradients may come
-            return
-        if block not in gradients.missing:
-            gradients.missing[block] = sum(not self._is_frozen((block, name)) for name in self._weights[block])
-        gradients.missing[block] -= 1
-        if gradients.missing[block] == 0:
-            flags, update = self._finite.send(gradients.step), gradients.update
+            return None
+        if block not in gradients.early:
+            count = sum(not self._is_frozen((block, one)) for one in self._weights[block])
+            gradients.early[block] = EarlyBlock(count, count)
+        early = gradients.early[block]
+        early.missing -= 1
+        early.seen.add(name)
+        early.waiting.append(name)
+        if early.missing and math.prod(self.weight(block, name).shape) < STEPPED_ALONE:
+            return None
+        names, early.waiting, early.is_changing = early.waiting, [], True
+        flags, update = self._finite.send(gradients.step), gradients.update
 
-            def hand_over() -> None:  # on the gradient thread: behind the block's gradients
-                update.ready[block] = flags
-                self._updates.submit(lambda: self._step_ready(update), what)
+        def hand_over() -> None:
+            update.ready.setdefault(block, []).append((names, flags))
+            self._updates.submit(lambda: self._step_ready(update), what)
 
-            self._gradients.submit(hand_over, what, timeout_s=self._timeout_s)
+        return hand_over
 
     def _step_ready(self, update: _Update) -> None:
-        """On the optimizer's thread: step the first block, in forward order, whose gradients are there."""
+        """On the optimizer's thread: step weights of the first block, in forward order, that has gradients."""
         gradients = update.gradients
         if update.is_ending or self.failure is not None or gradients.failure is not None:
             return
-        block = next(name for name in self._weights if name in update.ready)
-        flags, what = update.ready.pop(block), f"{block}, step {gradients.step}: update"
+        block = next(name for name in self._weights if update.ready.get(name))
+        names, flags = update.ready[block].pop(0)
+        early, what = gradients.early[block], f"{block}, step {gradients.step}: update"
         try:
-            names_in_block = {f"{block}.{name}" for name in self._weights[block]}
-            self._refuse_not_finite(
-                [name for name in self._finite.not_finite(flags) if name in names_in_block], gradients
-            )
-            self.wait_for_readers(block)
+            full_names = {f"{block}.{name}" for name in names}
+            self._refuse_not_finite([name for name in self._finite.not_finite(flags) if name in full_names], gradients)
+            if block not in update.begun:
+                self.wait_for_readers(block)
             if not update.begun:
                 self._make_states(update.settings, self._keys)
-            self._step_block(update, block)
-            self._encode(update, block, self.encode_early)
+            self._step_weights(update, block, names)
+            early.unstepped -= len(names)
+            if not early.unstepped:
+                update.stepped.append(block)
+                self._encode(update, block, self.encode_early)
         except Exception as error:
             gradients.failure = gradients.failure or _named(error, what)
         except BaseException as error:
@@ -486,7 +519,7 @@ class HostTraining:
 
     def _note_torn(self, update: _Update, failure: Exception | None) -> None:
         """After a step that broke off: whether the masters are of two steps."""
-        self.unencoded.update(set(update.begun) - set(update.encoded))
+        self.unencoded.update(update.begun - set(update.encoded))
         if update.begun and len(update.stepped) < len(self._weights):
             self.torn = (
                 f"step {update.gradients.step}: update broke off after {len(update.stepped)} of {len(self._weights)} "
@@ -728,19 +761,26 @@ class HostTraining:
                 self.weight(*key).make_states()
 
     def _step_block(self, update: _Update, block: str) -> None:
-        sums, sent = update.gradients.sums, {} if self.is_sharded else self.buffers_to_send(block)
-        stepped = {name: one for name, one in self._weights[block].items() if (block, name) in sums}
-        update.begun.append(block)
-        for name, weight in stepped.items():
-            key = block, name
-            weight.step(sums[key], update.settings[key], self._scratch, sent.get(name), update.gradients.factor)
-        if self.processes is not None and self._shards:
-            self.processes.gather([weight.shared for weight in stepped.values()])
-        self.sent = stepped.keys() & sent.keys()
+        self._step_weights(update, block, self._weights[block])
         update.stepped.append(block)
+
+    def _step_weights(self, update: _Update, block: str, names: Iterable[str]) -> None:
+        """Step those of these weights that have gradients and were not stepped."""
+        sums, sent = update.gradients.sums, {} if self.is_sharded else self.buffers_to_send(block)
+        keys = [key for key in ((block, name) for name in names) if key in sums and key not in update.weights]
+        update.begun.add(block)
+        for key in keys:
+            buffer = sent.get(key[1])
+            self.weight(*key).step(sums[key], update.settings[key], self._scratch, buffer, update.gradients.factor)
+            update.weights.add(key)
+            if buffer is not None:
+                update.sent.add(key)
+        if self.processes is not None and self._shards:
+            self.processes.gather([self.weight(*key).shared for key in keys])
 
     def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
         """Encode a stepped block. A failure does not undo its step: the bytes are then made at the next boundary."""
+        self.sent = {name for of_block, name in update.sent if of_block == block}
         try:
             encode_block(block)
         except Exception as error:
