@@ -218,22 +218,22 @@ class Fields:
         return numbers
 
     def fields(self, key: str, default: Any = _REQUIRED) -> Self:
-        return type(self)(self.get(key, OBJECT, default), self._place(key))
+        return type(self)(self.get(key, OBJECT, default), self._path_of(key))
 
     def items(self, key: str, default: Any = _REQUIRED) -> Iterator[tuple[str, Self]]:
         """The objects in an object, by name."""
         for name, value in self.fields(key, default).value.items():
-            yield name, type(self)(value, f"{self._place(key)}[{name[:_SHOWN]!r}]")
+            yield name, type(self)(value, f"{self._path_of(key)}[{name[:_SHOWN]!r}]")
 
     def each(self, key: str, default: Any = _REQUIRED) -> Iterator[Self]:
         """The objects in a list."""
         for index, value in enumerate(self.get(key, LIST, default)):
-            yield type(self)(value, f"{self._place(key)}[{index}]")
+            yield type(self)(value, f"{self._path_of(key)}[{index}]")
 
     def fail(self, key: str, expected: str, got: Any) -> NoReturn:
         Reader(self.where, self.error).fail(_key(key), expected, got)
 
-    def _place(self, key: str) -> str:
+    def _path_of(self, key: str) -> str:
         return f"{self.where}: {_key(key)}"
 
 

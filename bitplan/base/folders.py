@@ -60,7 +60,7 @@ def replace_folder(new: Path, path: str | Path, replaces: Replaces | None) -> No
         _exchange_for(new, target, replaces)
     else:
         _take_permissions(new, target)
-        _place(new, target, path)
+        _move(new, target, path)
     sync_folder(target.parent)
 
 
@@ -129,7 +129,7 @@ def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
 # ---- one folder for another ------------------------------------------------------------------------------------------
 
 
-def _place(new: Path, target: Path, path: str | Path) -> None:
+def _move(new: Path, target: Path, path: str | Path) -> None:
     try:
         os.replace(new, target)
     except OSError as error:

@@ -458,7 +458,7 @@ def decode_by_table(data, scales, out, table):
 
 
 @compiled
-def take(table, indices, out):
+def look_up(table, indices, out):
     for i in range(indices.size):
         out[i] = table[indices[i]]
 
@@ -819,7 +819,7 @@ def _load_scales(words: Array, table: Array | None) -> Array:
     if table is None:
         return words
     scales = np.empty(words.size, np.float32)
-    take(table, words, scales)
+    look_up(table, words, scales)
     return scales
 
 

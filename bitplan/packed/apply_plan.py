@@ -287,7 +287,7 @@ class _Tensors:
 
     def stored(self) -> dict[str, TensorSpec]:
         """The tensors as `choose_formats` takes them."""
-        items = {name: _held(self, name) for name in self}
+        items = {name: _tensor_of(self, name) for name in self}
         return {
             name: TensorSpec.of(name, tuple(item.shape), item.fmt)
             if isinstance(item, PackedWeight)
@@ -417,7 +417,7 @@ def _decide_group(plan: Plan, tensors: _Tensors, names: list[str], decided: _Dec
     entry, fmt = plan.entries[name], get_format(plan[name].format)
     if entry.part is not None:
         raise _RefusedError(f"the plan means a part ({entry.part}) of {fmt.name}, and this is a whole tensor")
-    tensor = _held(tensors, name)
+    tensor = _tensor_of(tensors, name)
     shape = tuple(tensor.shape)
     if entry.shape is not None and entry.shape not in (shape, tensors.packed_shape(name, shape)):
         raise _RefusedError(f"the plan is for shape {entry.shape}, the model has {shape}")
@@ -441,7 +441,7 @@ def _decide_group(plan: Plan, tensors: _Tensors, names: list[str], decided: _Dec
     decided.skipped += [Skipped(one, f"tied to {name}") for one in names[1:]]
 
 
-def _held(tensors: _Tensors, name: str) -> Tensor | PackedWeight:
+def _tensor_of(tensors: _Tensors, name: str) -> Tensor | PackedWeight:
     if name in tensors.packed:
         return tensors.packed[name]
     if name in tensors.parameters:

@@ -122,7 +122,7 @@ def _decode(name: str, outputs: int, inputs: int, type_name: str, optional: str)
 _current_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 
 
-def _whole(operator: Callable[..., Tensor]) -> Callable[..., Call]:
+def _of_operator(operator: Callable[..., Tensor]) -> Callable[..., Call]:
     def make(optional: str, *constants: Any) -> Call:
         names = optional.split()
         indices = [names.index(name) if name in names else None for name in TENSORS]
@@ -140,7 +140,7 @@ def _whole(operator: Callable[..., Tensor]) -> Callable[..., Call]:
 _MAKERS: dict[str, Callable[..., Call]] = {
     "fused": _fused,
     "decode": _decode,
-    "linear": _whole(packed_linear),
-    "input_gradient": _whole(packed_input_gradient),
+    "linear": _of_operator(packed_linear),
+    "input_gradient": _of_operator(packed_input_gradient),
 }
 CALLS = _Calls()

@@ -134,7 +134,7 @@ class JointProjection:
         self._was_refused = False
         self._runs: dict[Any, bool] = {}
         # What each layer had when they were joined.
-        self._held: list[tuple[PackedWeight, Tensor | None, Tensor | None, Tensor | None]] = []
+        self._joined_parts: list[tuple[PackedWeight, Tensor | None, Tensor | None, Tensor | None]] = []
         self._shared.clear()
         self._unclaimed = 0
 
@@ -144,7 +144,7 @@ class JointProjection:
         Weights that were replaced say so when they are freed, which may be much later, while a graph of the new ones
         is compiled: that changes nothing here.
         """
-        if not token or any(weight.token == token for weight, *_ in self._held):
+        if not token or any(weight.token == token for weight, *_ in self._joined_parts):
             self._begin()
 
     def part(self, layer: QuantLinear, x: Tensor) -> Tensor | None:
@@ -153,7 +153,7 @@ class JointProjection:
             return None
         compiling = is_dynamo_compiling() or torch.compiler._is_compiling_flag  # as in QuantLinear.forward
         index, shared = layer.joint_at, self._shared
-        if not compiling and self._held and not self._is_held(layer):
+        if not compiling and self._joined_parts and not self._is_as_joined(layer):
             self._begin()
         version = 0 if compiling or x.is_inference() else x._version
         state = version, input_type(x)  # autocast may be switched between two layers
@@ -165,9 +165,9 @@ class JointProjection:
             part = shared.hand_out(index, y, x, state, is_traced=compiling)
         return part
 
-    def _is_held(self, layer: QuantLinear) -> bool:
+    def _is_as_joined(self, layer: QuantLinear) -> bool:
         """Whether the layer has the weight and parts with which it was joined, and no bias; bytes are checked later."""
-        weight, data, scales, base = self._held[layer.joint_at]
+        weight, data, scales, base = self._joined_parts[layer.joint_at]
         if layer._modules["weight"] is not weight or layer._parameters["bias"] is not None:
             return False
         parts = weight._buffers
@@ -175,16 +175,16 @@ class JointProjection:
 
     def _product(self, layer: QuantLinear, x: Tensor, compiling: bool) -> Tensor | None:
         if compiling:
-            return self._made(x) if self._settle_for(x) else None
+            return self._run_joined(x) if self._settle_for(x) else None
         if self._unclaimed >= MOST_UNCLAIMED:
             self._shared.clear()
             return None
         if self._shared.is_waiting or layer.joint_at:  # others did not fetch their parts, or came before
             self._unclaimed += 1
         y = None if self.layer is None else self.layer.bound_product(x)
-        return self._made(x) if y is None and self._runs_for(x) else y
+        return self._run_joined(x) if y is None and self._runs_for(x) else y
 
-    def _made(self, x: Tensor) -> Tensor | None:
+    def _run_joined(self, x: Tensor) -> Tensor | None:
         layer = self.layer
         return None if layer is None else layer.forward(x)  # None: another thread has changed a weight
 
@@ -214,7 +214,7 @@ class JointProjection:
     def joined_layer(self) -> JointLinear | None:
         """The layer of all projections together; None where there is no fused kernel that can join them."""
         with self._joining:
-            if self._held and not all(self._is_held(layer) for layer in self.layers):
+            if self._joined_parts and not all(self._is_as_joined(layer) for layer in self.layers):
                 self._begin()
             return self.layer if self.layer is not None or self._was_refused else self._join()
 
@@ -243,7 +243,7 @@ class JointProjection:
         for weight in weights:
             weight.add_listener(self)
         parts = [weight._buffers.get for weight in weights]
-        self._held = [
+        self._joined_parts = [
             (weight, part("data"), part("scales"), part("base")) for weight, part in zip(weights, parts, strict=True)
         ]
         self.layer = joined
@@ -285,7 +285,7 @@ class JointLinear(QuantLinear):
 
     def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
         super().__init__(weight, strategy=like.strategy, cache=like.cache, inputs=like.inputs, name=name)
-        self._own = prepared
+        self._prepared = prepared
 
     def picks_one_kernel(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> bool:
         """Whether the product is fused or in FP8: one kernel for the rows of all layers."""
@@ -302,6 +302,6 @@ class JointLinear(QuantLinear):
         return self.weight.device.type == "cuda" and is_decoded and self._pick(rows, dtype).strategy == "decode"
 
     def _prepare(self, fused: FusedMatmul) -> Prepared:
-        prepared = fused.join([self._own])  # each stream has counters of its own
+        prepared = fused.join([self._prepared])  # each stream has counters of its own
         assert prepared is not None
         return prepared

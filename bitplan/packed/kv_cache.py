@@ -82,15 +82,15 @@ class _JoinedLayer(_PackedLayer):
 
     shared: Any = None
     _rows: Any = None
-    _given: tuple[Any, Any] = (None, None)
+    _set_rows: tuple[Any, Any] = (None, None)
 
     def _view(self, which: int) -> Any:
-        return self._given[which] if self._rows is None else self._rows.rows(which)
+        return self._set_rows[which] if self._rows is None else self._rows.rows(which)
 
     def _set(self, which: int, rows: Any) -> None:
         both = [self._view(0), self._view(1)]
         both[which] = rows
-        self._rows, self._given = None, (both[0], both[1])
+        self._rows, self._set_rows = None, (both[0], both[1])
 
     keys = property(lambda self: self._view(0), lambda self, rows: self._set(0, rows))
     values = property(lambda self: self._view(1), lambda self, rows: self._set(1, rows))
@@ -119,13 +119,13 @@ class _JoinedLayer(_PackedLayer):
         return self.keys.numbers(), self.values.numbers()
 
     def _with_room(self, kv_attention: Any) -> Any:
-        both = self._given
+        both = self._set_rows
         rows = kv_attention.JoinedRows(self.formats, both[0].width, both[0].dtype, self.shared)
         if both[0].parts:
             for which, packed in enumerate(both):
                 rows.extend(which, packed.parts, packed.shape[-2])
             rows.tokens = both[0].shape[-2]
-        self._given = (None, None)
+        self._set_rows = (None, None)
         return rows
 
 

@@ -92,7 +92,7 @@ class PackedRows:
 
     # ---- what transformers asks of a tensor in its place -------------------------------------------------------------
 
-    def _each(self, change: Callable[[Tensor], Tensor]) -> PackedRows:
+    def _mapped(self, change: Callable[[Tensor], Tensor]) -> PackedRows:
         return replace(self, parts={name: change(part) for name, part in self.parts.items()})
 
     @property
@@ -107,16 +107,16 @@ class PackedRows:
         return self.shape.numel()
 
     def __getitem__(self, index: Any) -> PackedRows:
-        return self._each(lambda part: part[index])
+        return self._mapped(lambda part: part[index])
 
     def index_select(self, axis: int, indices: Tensor) -> PackedRows:
-        return self._each(lambda part: part.view(torch.uint8).index_select(axis, indices).view(part.dtype))
+        return self._mapped(lambda part: part.view(torch.uint8).index_select(axis, indices).view(part.dtype))
 
     def repeat_interleave(self, repeats: int, dim: int) -> PackedRows:
-        return self._each(lambda part: part.view(torch.uint8).repeat_interleave(repeats, dim=dim).view(part.dtype))
+        return self._mapped(lambda part: part.view(torch.uint8).repeat_interleave(repeats, dim=dim).view(part.dtype))
 
     def contiguous(self) -> PackedRows:
-        return self._each(Tensor.contiguous)
+        return self._mapped(Tensor.contiguous)
 
     def to(self, *args: Any, **options: Any) -> PackedRows:
-        return self._each(lambda part: part.to(*args, **options))
+        return self._mapped(lambda part: part.to(*args, **options))

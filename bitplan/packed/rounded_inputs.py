@@ -160,7 +160,7 @@ def calibrate_inputs(
         )
     largest: dict[str, float] = {}
 
-    def seen(name: str) -> Callable[..., None]:
+    def watch(name: str) -> Callable[..., None]:
         def hook(_layer: nn.Module, args: tuple[Any, ...]) -> None:
             largest_now = float(args[0].detach().abs().amax()) if args[0].numel() else 0.0
             largest[name] = max(largest.get(name, 0.0), largest_now)
@@ -169,7 +169,7 @@ def calibrate_inputs(
 
     readers = _readers(layers)
     paths = [(name, path) for name in names for path in readers.get(name.rpartition(".")[0], ())]
-    hooks = [layers[path].register_forward_pre_hook(seen(name)) for name, path in paths]
+    hooks = [layers[path].register_forward_pre_hook(watch(name)) for name, path in paths]
     try:
         with torch.no_grad():
             for batch in batches:

@@ -220,7 +220,7 @@ class TileCache:
             for one in leaving:
                 self._nbytes -= self._tiles.pop(one).values.nbytes
                 self._counts["evictions"] += 1
-            self._tiles[key] = _made(values)
+            self._tiles[key] = _tile_of(values)
             self._nbytes += values.nbytes
 
     def _leaving(self, nbytes: int, asked_before: int | None) -> list[Key] | None:
@@ -252,7 +252,7 @@ def _new_cache(budget_bytes: int, tile_bytes: int) -> TileCache:
     return TileCache(budget_bytes, tile_bytes=tile_bytes)
 
 
-def _made(values: Tensor) -> _Tile:
+def _tile_of(values: Tensor) -> _Tile:
     if not values.is_cuda:
         return _Tile(values, None, None)
     stream = torch.cuda.current_stream(values.device)

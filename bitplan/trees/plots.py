@@ -37,7 +37,7 @@ def plot_tree(model: FittedTrees, number: int = 0, ax: Any = None) -> Any:
     if whole_number("number", number, 0) >= len(trees):
         raise TreesError(f"number: the model has trees 0 to {len(trees) - 1}, got {number}")
     tree = trees[number]
-    positions = _places(tree)
+    positions = _positions(tree)
     deepest = max(depth for _, depth in positions.values())
     axes = _axes(ax, "plot_tree", (1.6 * tree.leaves + 1.0, 1.2 * deepest + 1.5))
     axes.set_axis_off()
@@ -63,7 +63,7 @@ def _axes(ax: Any, purpose: str, size: tuple[float, float]) -> Any:
     return require("matplotlib.pyplot", purpose=purpose).subplots(figsize=size)[1]
 
 
-def _places(tree: Tree) -> dict[int, tuple[float, int]]:
+def _positions(tree: Tree) -> dict[int, tuple[float, int]]:
     """Positions (across, depth) of nodes, and of leaves under ~leaf: leaves side by side, nodes between children."""
     if tree.leaves == 1:
         return {~0: (0.0, 0)}

@@ -57,7 +57,7 @@ class Queries:
         self.starts: Array = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
         self.query: Array = np.repeat(np.arange(len(sizes)), sizes)
         self.gains: Array = np.exp2(relevance_of(y)) - 1.0
-        self.place: Array = np.arange(len(y)) - self.starts[self.query]
+        self.position: Array = np.arange(len(y)) - self.starts[self.query]
         self.discounts: Array = 1.0 / np.log2(2.0 + np.arange(sizes.max(initial=1)))
 
     def ordered(self, numbers: Array) -> Array:
@@ -66,7 +66,7 @@ class Queries:
 
     def gained(self, order: Array, most: int) -> Array:
         """Discounted gains of each query's first rows, at most so many."""
-        terms = np.where(self.place < most, self.gains[order] * self.discounts[self.place], 0.0)
+        terms = np.where(self.position < most, self.gains[order] * self.discounts[self.position], 0.0)
         sums: Array = np.add.reduceat(terms, self.starts[:-1])
         return sums
 

@@ -37,15 +37,15 @@ FIRST_COUNTS = 1, 0, 1, *[0] * 7  # the root is a leaf, and has a place
 class Growth:
     """One tree so far: its tables (`trees.loops.nodes`); between processes, histograms of leaves to be split."""
 
-    def __init__(self, max_leaves: int, best_first: bool, places: int = 0) -> None:
-        places = places or 4 * max_leaves + 2  # half of them for expansions that the tree will not need
-        self.nodes, self.reals = np.zeros((places, kernels.NODE_COLUMNS), np.int64), np.zeros((places, 4))
-        self.goes_left = np.empty((places, BINS), np.uint8)
+    def __init__(self, max_leaves: int, best_first: bool, capacity: int = 0) -> None:
+        capacity = capacity or 4 * max_leaves + 2  # half of them for expansions that the tree will not need
+        self.nodes, self.reals = np.zeros((capacity, kernels.NODE_COLUMNS), np.int64), np.zeros((capacity, 4))
+        self.goes_left = np.empty((capacity, BINS), np.uint8)
         self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
         self.counts = np.array(FIRST_COUNTS)
         self.best_first = best_first
         self.histograms: dict[int, Histogram] = {}
-        self.ready, self.top = np.zeros((places, 3), np.int64), np.empty(max(max_leaves - 2, 0))
+        self.ready, self.top = np.zeros((capacity, 3), np.int64), np.empty(max(max_leaves - 2, 0))
         self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, self.ready, self.top, best_first
 
     def begin(self) -> None:
@@ -170,7 +170,7 @@ class TeamSpace:
             self._words = self._describe(growth, entries, hess, precise, features, options)
             self._given_by = given_by
         self._free[:] = self._all_free
-        growth.counts[loops.FREE :] = self._places
+        growth.counts[loops.FREE :] = self._slots
         self._sync[:] = 0
         helper_threads.run(self._function, self._words.ctypes.data, self.size, sets=SETS)
 
@@ -186,13 +186,13 @@ class TeamSpace:
         """The words of a job: the loop's address, and all its arguments."""
         rows = (*entries, self._data.space, self._data.is_there, self._data.words.view(np.uint8), self._row_bytes)
         narrow, count, most, team = 2 if precise else 1, len(rows[0]), histogram.NARROW_ROWS, self.size
-        places, wide_places = self._places = len(growth.nodes) // 2 + 2 + team, count // most + 4
-        wide_from = places * self._cells * narrow
-        if len(self._pool) < wide_from + wide_places * self._cells * histogram.WIDE:
-            self._pool = np.empty(wide_from + wide_places * self._cells * histogram.WIDE, np.int64)
-        self._all_free = np.zeros((2, max(places, wide_places)), np.int64)
-        self._all_free[0, :places] = np.arange(places)[::-1] * (self._cells * narrow)
-        self._all_free[1, :wide_places] = wide_from + np.arange(wide_places)[::-1] * (self._cells * histogram.WIDE)
+        slots, wide_slots = self._slots = len(growth.nodes) // 2 + 2 + team, count // most + 4
+        wide_from = slots * self._cells * narrow
+        if len(self._pool) < wide_from + wide_slots * self._cells * histogram.WIDE:
+            self._pool = np.empty(wide_from + wide_slots * self._cells * histogram.WIDE, np.int64)
+        self._all_free = np.zeros((2, max(slots, wide_slots)), np.int64)
+        self._all_free[0, :slots] = np.arange(slots)[::-1] * (self._cells * narrow)
+        self._all_free[1, :wide_slots] = wide_from + np.arange(wide_slots)[::-1] * (self._cells * histogram.WIDE)
         self._free = np.empty_like(self._all_free)
         shared = min(shared_rows(count, team), most + 1)
         patience = LOOKS + count // ROWS_A_LOOK

@@ -64,7 +64,7 @@ def words_of(argument: Any) -> list[int]:
 
 
 class CallWriter:
-    """Writes the function: `place(word)` is the address of a word of what it gets."""
+    """Writes the function: `address(word)` is the address of a word of what it gets."""
 
     def __init__(self, context: Any, function: Any) -> None:
         self.context, self.function = context, function
@@ -74,11 +74,11 @@ class CallWriter:
     def number(self, value: int) -> Any:
         return ir.Constant(INT64, value)
 
-    def place(self, word: int) -> Any:
+    def address(self, word: int) -> Any:
         return self.builder.gep(self._words, [self.number(word)])
 
     def load(self, word: int) -> Any:
-        return self.builder.load(self.place(word))
+        return self.builder.load(self.address(word))
 
     def count(self, kind: Any) -> int:
         """How many words an argument has."""
@@ -174,7 +174,7 @@ def run(loop: Any, count: int, row_ns: float, *arguments: Any) -> None:
     """
     threads = threads_for(count, row_ns)
     if threads == 1:
-        loop(*[_whole(argument, type(argument), count) for argument in arguments])
+        loop(*[_uncut(argument, type(argument), count) for argument in arguments])
         return
     key = loop, *map(_key, arguments)
     if key not in _known:
@@ -200,7 +200,7 @@ def _key(argument: Any) -> Any:
     return type(argument)
 
 
-def _whole(argument: Any, kind: type, count: int) -> Any:
+def _uncut(argument: Any, kind: type, count: int) -> Any:
     if kind is Cut:
         return argument.array
     return argument.more if kind is First else count if kind is End else argument
@@ -234,7 +234,7 @@ def _write_taker(writer: CallWriter, forms: tuple[tuple[Any, int, int], ...]) ->
     again, work, done = (writer.function.append_basic_block() for _ in range(3))
     builder.branch(again)
     builder.position_at_end(again)
-    first = builder.atomic_rmw("add", writer.place(NEXT), piece, "monotonic")
+    first = builder.atomic_rmw("add", writer.address(NEXT), piece, "monotonic")
     builder.cbranch(builder.icmp_signed("<", first, count), work, done)
     builder.position_at_end(work)
     end = builder.add(first, piece)

@@ -115,7 +115,7 @@ class VectorLayout(RowOfParts):
             both = parts["mixed"].reshape(count, 8, 8)
             parts |= {"vectors": both[:, :, :4].flatten(1), "words": both[:, :, 4:].flatten(1)}
         if "pairs" in parts:
-            pairs = _whole(parts["pairs"], 2)
+            pairs = _from_bytes(parts["pairs"], 2)
             vectors, signs = (pairs & 511).int(), _ninth_sign(pairs >> 9)
         else:
             vectors = parts["vectors"].int()
@@ -123,7 +123,7 @@ class VectorLayout(RowOfParts):
                 vectors |= self._high.unpack(parts["high"]).int() << 8
             signs = parts["signs"] if "signs" in parts else raw[:, :0]
         if "words" in parts:
-            words = _whole(parts["words"], 4)
+            words = _from_bytes(parts["words"], 4)
             fields = [words >> 7 * index & 127 for index in range(4)]
             signs, scales = _ninth_sign(_stacked(fields)), (words >> 28).to(raw.dtype)
         else:
@@ -157,7 +157,7 @@ def _bytes(words: Tensor, size: int) -> Tensor:
     return _stacked([words >> 8 * index & 255 for index in range(size)]).to(torch.uint8)
 
 
-def _whole(raw: Tensor, size: int) -> Tensor:
+def _from_bytes(raw: Tensor, size: int) -> Tensor:
     """The opposite of `_bytes`, in int64."""
     lanes = raw.reshape(len(raw), -1, size).long()
     return sum((lanes[:, :, index] << 8 * index for index in range(1, size)), lanes[:, :, 0])

@@ -317,7 +317,7 @@ def load_causal_lm(path: str | Path, *, config: str | Path | None = None) -> Cau
             tokenizer = read_tokenizer(folder, source)
             # A file that carries its own names is read by them; one of transformers may need its own decoding.
             ours = config_path is not None or source.is_file() or _is_packed(file)
-            model = _model_of(file, folder, str(source)) if ours else read_model(source, _place(folder))
+            model = _model_of(file, folder, str(source)) if ours else read_model(source, _location(folder))
     lm = CausalLM(model.eval(), tokenizer, str(path), stored, formats)
     require_causal(lm, lm)
     return lm
@@ -335,10 +335,10 @@ def open_named(source: Path, config: Path | None = None) -> TensorFile:
 def read_tokenizer(folder: Path, source: Path | None = None) -> Any:
     """The tokenizer of a folder; errors name `source`, the model that was asked for."""
     require("transformers", purpose=f"reading {folder.name}", extra="models")
-    return _read("AutoTokenizer", source or folder, "the tokenizer", _place(folder))
+    return _read("AutoTokenizer", source or folder, "the tokenizer", _location(folder))
 
 
-def _place(folder: Path) -> dict[str, Any]:
+def _location(folder: Path) -> dict[str, Any]:
     return {"pretrained_model_name_or_path": str(folder)}
 
 
@@ -350,7 +350,7 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
     """The model of the config with the file's numbers, each under its own name."""
     from transformers import AutoModelForCausalLM
 
-    config = _read("AutoConfig", folder, "config.json", _place(folder))
+    config = _read("AutoConfig", folder, "config.json", _location(folder))
     mapped = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if mapped is None:
         raise MeasureError(f"{folder}: transformers has no causal language model of type {config.model_type!r:.80}")
@@ -397,7 +397,9 @@ def _read_gguf(source: Path, file: TensorFile) -> tuple[Any, Any]:
 def read_model(source: Path, location: dict[str, Any] | None = None, dtype: torch.dtype | str = torch.float32) -> Any:
     """The model of a folder, or of the `location` that transformers finds it at; "auto": in the type of its file."""
     options = {"dtype": dtype, "use_safetensors": True}
-    model, info = _read("AutoModelForCausalLM", source, "the model", (location or _place(source)) | options | REPORTED)
+    model, info = _read(
+        "AutoModelForCausalLM", source, "the model", (location or _location(source)) | options | REPORTED
+    )
     if info.get("missing_keys"):
         _refuse_without_head(model, str(source))
     require_complete(info, str(source))

@@ -44,7 +44,7 @@ class GptOssTensors(TensorFile):
     def __init__(self, stored: TensorFile, manifest: ManifestLike, device: torch.device) -> None:
         self.path, self.stored, self._device = stored.path, stored, device
         self.rules = manifest if isinstance(manifest, Manifest) else open_manifest(manifest)
-        self._made: tempfile.TemporaryDirectory[str] | None = None
+        self._config_folder: tempfile.TemporaryDirectory[str] | None = None
         is_gguf = isinstance(stored, GGUFTensors)
         if not is_gguf:
             _refuse_floats(stored)
@@ -64,13 +64,13 @@ class GptOssTensors(TensorFile):
         if self._file.config is not None:
             return
         check_settings_held(self._file.where, self._file.settings, "hf")
-        self._made = tempfile.TemporaryDirectory()
+        self._config_folder = tempfile.TemporaryDirectory()
         document = hf_config(self._file.shape, self._file.settings, packed=True)
-        write_json(Path(self._made.name) / CONFIG, document)
+        write_json(Path(self._config_folder.name) / CONFIG, document)
 
     @property
     def folder(self) -> Path:
-        return self._file.folder if self._made is None else Path(self._made.name)
+        return self._file.folder if self._config_folder is None else Path(self._config_folder.name)
 
     @property
     def files(self) -> list[Path]:
@@ -79,8 +79,8 @@ class GptOssTensors(TensorFile):
     def close(self) -> None:
         self._file.close()
         self.stored.close()
-        if self._made is not None:
-            self._made.cleanup()
+        if self._config_folder is not None:
+            self._config_folder.cleanup()
 
     def _spec(self, slot: LayoutTensor) -> TensorSpec:
         if slot.is_expert:

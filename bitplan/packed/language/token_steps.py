@@ -181,7 +181,7 @@ class TokenSteps:
         keys: list[Tensor] = [layer.keys for layer in cache.layers]
         self.length = keys[0].shape[2]
         self._heads, self._width = keys[0].shape[1], keys[0].shape[3]
-        self._held = torch.empty(0)
+        self._cache_rows = torch.empty(0)
         queries = structure.layers[structure.blocks[0].output[0]].in_features
         self._loops = _loops_for(len(structure.last.weight), queries // self._width, self._heads, self._width)
         self._grow([(layer.keys, layer.values) for layer in cache.layers])
@@ -194,7 +194,7 @@ class TokenSteps:
         for layer, pair in enumerate(filled):
             for which, numbers in enumerate(pair):
                 cache[layer, which, :, : self.length] = numbers.reshape(self._heads, self.length, self._width)
-        self._held = cache
+        self._cache_rows = cache
         rotary: Any = self._structure.rotary
         cos, sin = rotary(cache, torch.arange(room).unsqueeze(0))
         # Halves of a head are turned against each other: x cos + (-second, first) sin.
@@ -203,19 +203,19 @@ class TokenSteps:
 
     @property
     def kv_bytes(self) -> int:
-        return self._held.nbytes
+        return self._cache_rows.nbytes
 
     def __call__(self, token: int) -> Tensor:
         """Logits [1, vocabulary] after one more token."""
-        if self.length == self._held.shape[3]:
-            self._grow([(layer[0, :, : self.length], layer[1, :, : self.length]) for layer in self._held])
+        if self.length == self._cache_rows.shape[3]:
+            self._grow([(layer[0, :, : self.length], layer[1, :, : self.length]) for layer in self._cache_rows])
         logits = self._run(self._embedding(torch.tensor([token])), self.length, self._product)
         self.length += 1
         return logits
 
     def _run(self, x: Tensor, at: int, multiply: Multiply) -> Tensor:
         x, added = x.contiguous(), None
-        for block, cache in zip(self._structure.blocks, self._held, strict=True):
+        for block, cache in zip(self._structure.blocks, self._cache_rows, strict=True):
             projected = multiply(self._normed(x, added, block.before), block.queries)
             added = multiply(self._attended(projected, cache, at), block.output)
             gate, up = multiply(self._normed(x, added, block.between), block.gate_up).chunk(2, dim=-1)

@@ -91,8 +91,8 @@ class _Block:
         self.of_groups: dict[int, tuple[Any, Any]] = {}
 
     def load(self, part: str, offset: int, kind: Any) -> Any:
-        place = self.builder.add(self.address, ir.Constant(INT64, self.parts[part] + offset))
-        return self.builder.load(self.builder.inttoptr(place, ir.PointerType(kind)), align=1)
+        pointer = self.builder.add(self.address, ir.Constant(INT64, self.parts[part] + offset))
+        return self.builder.load(self.builder.inttoptr(pointer, ir.PointerType(kind)), align=1)
 
     # ---- scales ------------------------------------------------------------------------------------------------------
 
@@ -139,15 +139,15 @@ class _Block:
         def masked(word: Any, shift: int, mask: int) -> Any:
             return builder.and_(builder.lshr(word, ir.Constant(INT32, shift)), ir.Constant(INT32, mask))
 
-        made = []
+        unpacked = []
         for index in range(2):
             above = builder.shl(masked(words[index], 6, 0x03030303), ir.Constant(INT32, 4))
             low = masked(words[index], 0, 0x3F3F3F3F)
             pair = ir.Constant(ir.VectorType(INT32, 2), ir.Undefined)
-            for place, word in enumerate((low, builder.or_(masked(words[2], 4 * index, 0x0F0F0F0F), above))):
-                pair = builder.insert_element(pair, word, ir.Constant(INT32, place))
-            made.append(builder.bitcast(pair, ir.VectorType(INT8, 8)))
-        return made[0], made[1]
+            for half, word in enumerate((low, builder.or_(masked(words[2], 4 * index, 0x0F0F0F0F), above))):
+                pair = builder.insert_element(pair, word, ir.Constant(INT32, half))
+            unpacked.append(builder.bitcast(pair, ir.VectorType(INT8, 8)))
+        return unpacked[0], unpacked[1]
 
     def _fields(self, word: Any, shifts: Sequence[int], mask: int) -> Any:
         """A word, shifted to the right by each of these, and masked."""
@@ -174,8 +174,8 @@ class _Block:
     def _place(self, plane: int, k: int) -> tuple[int, int]:
         """The byte and the bit at which number k lies in a plane."""
         bits, run = self.layout.planes[plane]
-        lane, each = k // run % (8 // bits), k // run // (8 // bits)
-        return each * run + k % run, bits * lane
+        lane, byte_number = k // run % (8 // bits), k // run // (8 // bits)
+        return byte_number * run + k % run, bits * lane
 
     def numbers(self, k: int) -> Any:
         """LANES numbers from k on."""
@@ -206,8 +206,8 @@ class _Block:
         bits, run = self.layout.planes[plane]
         if run == 1:  # one bit of each of 32 codes, in a word
             one = self.load(f"plane{plane}", 0, ir.VectorType(INT32, 1))
-            places = [k + lane for lane in range(LANES)]
-            codes = builder.lshr(self._splat(one, 0, LANES), _constants(INT32, places))
+            shifts = [k + lane for lane in range(LANES)]
+            codes = builder.lshr(self._splat(one, 0, LANES), _constants(INT32, shifts))
             is_masked = True
         else:
             byte, first = self._place(plane, k)
@@ -221,9 +221,9 @@ class _Block:
     def _looked_up(self, k: int) -> Any:
         """Numbers of the layout's table at the places that 4-bit codes name, as int32."""
         builder = self.builder
-        found = self._sixteen(k - k % 16, 0)
-        found = self.writer.shuffle(found, found, [k % 16 + lane for lane in range(LANES)])
-        return builder.sext(found, ir.VectorType(INT32, LANES))
+        numbers = self._sixteen(k - k % 16, 0)
+        numbers = self.writer.shuffle(numbers, numbers, [k % 16 + lane for lane in range(LANES)])
+        return builder.sext(numbers, ir.VectorType(INT32, LANES))
 
     def _sixteen(self, k: int, offset: int) -> Any:
         """16 codes of 4 bits from k on, or the numbers of the layout's table at these places, as bytes."""
@@ -276,17 +276,17 @@ def _tile(layout: Layout, rows: int, inputs: int) -> Any:
     def emit(writer: VectorWriter, codes: Any, x: Any, stride: Any, sums: Any) -> Any:
         builder = writer.builder
         blocks = [_Block(writer, layout, builder.extract_value(codes, row)) for row in range(rows)]
-        places = [builder.add(x, builder.mul(stride, ir.Constant(INT64, m))) for m in range(inputs)]
-        made = [builder.extract_value(sums, index) for index in range(rows * inputs)]
+        starts = [builder.add(x, builder.mul(stride, ir.Constant(INT64, m))) for m in range(inputs)]
+        added = [builder.extract_value(sums, index) for index in range(rows * inputs)]
         for k in blocks[0].order():
-            at = [builder.add(place, ir.Constant(INT64, 4 * k)) for place in places]
-            numbers = [builder.load(builder.inttoptr(each, ir.PointerType(FLOATS)), align=4) for each in at]
+            at = [builder.add(start, ir.Constant(INT64, 4 * k)) for start in starts]
+            numbers = [builder.load(builder.inttoptr(pointer, ir.PointerType(FLOATS)), align=4) for pointer in at]
             for row, block in enumerate(blocks):
                 weights = block.numbers(k)
                 for m in range(inputs):
-                    values = [weights, numbers[m], made[row * inputs + m]]
-                    made[row * inputs + m] = writer.call(fma, FLOATS, values)
-        return cgutils.pack_array(builder, made)
+                    values = [weights, numbers[m], added[row * inputs + m]]
+                    added[row * inputs + m] = writer.call(fma, FLOATS, values)
+        return cgutils.pack_array(builder, added)
 
     return define(4, lambda _codes, _x, _stride, sums: sums, emit)
 
@@ -297,8 +297,8 @@ def _decoder(layout: Layout) -> Any:
     def emit(writer: VectorWriter, address: Any, to: Any) -> Any:
         block = _Block(writer, layout, address)
         for k in block.order():
-            place = writer.builder.add(to, ir.Constant(INT64, 4 * k))
-            writer.builder.store(block.numbers(k), writer.builder.inttoptr(place, ir.PointerType(FLOATS)), align=4)
+            pointer = writer.builder.add(to, ir.Constant(INT64, 4 * k))
+            writer.builder.store(block.numbers(k), writer.builder.inttoptr(pointer, ir.PointerType(FLOATS)), align=4)
         return writer.context.get_dummy_value()
 
     return define(2, lambda _address, _to: types.void, emit)
@@ -321,11 +321,11 @@ def _integer_tile(layout: Layout) -> Any:
     def emit(writer: VectorWriter, codes: Any, x: Any, sums: Any) -> Any:
         builder, fma = writer.builder, "llvm.fma.v8f32"
         blocks = [_Block(writer, layout, builder.extract_value(codes, row)) for row in range(4)]
-        made = [builder.extract_value(sums, row) for row in range(4)]
+        added = [builder.extract_value(sums, row) for row in range(4)]
 
         def load(offset: int, kind: Any) -> Any:
-            place = builder.add(x, ir.Constant(INT64, offset))
-            return builder.load(builder.inttoptr(place, ir.PointerType(kind)), align=1)
+            pointer = builder.add(x, ir.Constant(INT64, offset))
+            return builder.load(builder.inttoptr(pointer, ir.PointerType(kind)), align=1)
 
         for k in range(0, layout.numbers, BLOCK):
             inputs, scale = load(3 * k, CODES_32), load(3 * k + 2 * BLOCK, OF_WORDS)
@@ -334,10 +334,10 @@ def _integer_tile(layout: Layout) -> Any:
             for row, block in enumerate(blocks):
                 products = builder.sitofp(DOTS[_kind(layout)](writer, start, block.codes(k), inputs), OF_WORDS)
                 both = builder.fmul(block.of_lanes(block.scales, k), scale)
-                made[row] = writer.call(fma, OF_WORDS, [products, both, made[row]])
+                added[row] = writer.call(fma, OF_WORDS, [products, both, added[row]])
                 if block.lows is not None:
-                    made[row] = writer.call(fma, OF_WORDS, [block.of_lanes(block.lows, k), beside, made[row]])
-        return cgutils.pack_array(builder, made)
+                    added[row] = writer.call(fma, OF_WORDS, [block.of_lanes(block.lows, k), beside, added[row]])
+        return cgutils.pack_array(builder, added)
 
     return define(3, lambda _codes, _x, sums: sums, emit)
 
@@ -422,8 +422,8 @@ def _products(job, tile_4x1, tile_2x4, numbers, size):
                     m = min(tile, max(inputs - 4, 0))
                     sums8 = zero_tile(8, LANES)
                     for block in range(blocks):
-                        at, here = size * block, x + m * stride + 4 * numbers * block
-                        sums8 = tile_2x4((e + at, f + at), here, stride, sums8)
+                        at, inputs_at = size * block, x + m * stride + 4 * numbers * block
+                        sums8 = tile_2x4((e + at, f + at), inputs_at, stride, sums8)
                     write_2x4(job, n, m, sums8)
         first = take(job + 8 * NEXT_ROW, piece)
 
@@ -457,9 +457,9 @@ def _integer_products(job, tile, beside, numbers, size):
     while first < rows:
         for n in range(first, min(first + piece, rows), 4):
             for m in range(inputs):
-                sums, here = zero_tile(4, 8), x + 3 * m * count
+                sums, inputs_at = zero_tile(4, 8), x + 3 * m * count
                 for block in range(count // numbers):
-                    sums = tile(_four_blocks(job, n, block, size), here + 3 * numbers * block, sums)
+                    sums = tile(_four_blocks(job, n, block, size), inputs_at + 3 * numbers * block, sums)
                 write_4x1(job, n, m, sums)
         first = take(job + 8 * NEXT_ROW, piece)
 

@@ -66,7 +66,7 @@ class CudaTreeGrower(TreeGrower):
         self._sides = self._empty(2 * data.rows, torch.int64)
         self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS, torch.int64)
         self._gains = self._empty(2 * self._wave * self._features, torch.float64)
-        self._found = self._empty(2 * self._wave * self._features * kernels.FOUND, torch.int64)
+        self._best_splits = self._empty(2 * self._wave * self._features * kernels.FOUND, torch.int64)
         self._result = self._empty(2 * self._wave * waves.RESULT, torch.int64)
         self._table = self._empty((self._wave + 1) * waves.COLUMNS, torch.int64)
         pinned = device.type == "cuda"
@@ -305,7 +305,7 @@ class CudaTreeGrower(TreeGrower):
 
     def _launches(self) -> list[tuple[PreparedLaunch, tuple[Tensor, ...]]]:
         """The steps of a wave, with what each gets."""
-        steps, panels, judged = self.steps, self._panels, (self._gains, self._found)
+        steps, panels, judged = self.steps, self._panels, (self._gains, self._best_splits)
         launches: list[tuple[PreparedLaunch, tuple[Tensor, ...]]] = [
             (steps.part_rows, (self._table, self._sides, panels, self._pool, self._sets)),
             (steps.add_rows, (self._table, self._sides, panels.view(torch.int64), self._pool)),

@@ -64,23 +64,23 @@ class CudaScores:
         count, outputs = scores.shape
         check_memory(device, count, grower.features, count * (16 * outputs + (8 if len(weights) else 0) + 8))
         self._scores = torch.from_numpy(np.ascontiguousarray(scores.T)).to(device)
-        self._y_there = self._there(y.astype(np.float64))
-        self._weights_there = self._there(weights.astype(np.float64)) if len(weights) else self._y_there
+        self._y_there = self._to_device(y.astype(np.float64))
+        self._weights_there = self._to_device(weights.astype(np.float64)) if len(weights) else self._y_there
         self._grads = torch.empty((outputs, count), dtype=torch.float32, device=device)
         self._hess = torch.empty_like(self._grads)
         self._doubtful_at = 2 * outputs  # behind the bits of the largest: their number, then the rows
-        self._seen = torch.zeros(self._doubtful_at + 1 + kernels.DOUBTFUL, dtype=torch.int64, device=device)
-        self._doubtful = self._seen[self._doubtful_at :]
+        self._summary = torch.zeros(self._doubtful_at + 1 + kernels.DOUBTFUL, dtype=torch.int64, device=device)
+        self._doubtful = self._summary[self._doubtful_at :]
         self._tops = np.zeros((outputs, 2))
 
     def find_gradients(self) -> None:
         """Gradients of all outputs, and their largest; refuses what has no scale, as on the CPU."""
-        self._seen[: self._doubtful_at + 1] = 0
+        self._summary[: self._doubtful_at + 1] = 0
         self._launch()
         doubtful, tops = self._look()
         if doubtful:
             self._ask_host(doubtful)
-            self._seen[: self._doubtful_at] = 0
+            self._summary[: self._doubtful_at] = 0
             _, tops = self._look()
         for output, top in enumerate(tops):
             if not np.all(top < np.inf):
@@ -108,7 +108,9 @@ class CudaScores:
         """Begin to compile what rounds of all rows launch; see `base.loops.launch.compiling_together`."""
         kernel, arguments, shape = self._gradient_launch
         compile_ahead(kernel, *arguments, **shape)
-        compile_ahead(kernels.find_largest, self._grads, self._hess, self._seen, len(self._y), BLOCK=BLOCK, num_warps=4)
+        compile_ahead(
+            kernels.find_largest, self._grads, self._hess, self._summary, len(self._y), BLOCK=BLOCK, num_warps=4
+        )
         floats = torch.float32, torch.float32
         entering = torch.int64, *floats, torch.float32, torch.float64, torch.int64, len(self._y)
         compile_ahead(kernels.enter_floats, *entering, **kernels.entering_shape(stochastic=True, of_all=True))
@@ -120,9 +122,9 @@ class CudaScores:
         """How many rows are doubtful; for each output the largest gradient and hessian."""
         outputs, count = self._grads.shape
         programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if self._device.type == "cuda" else 1
-        tops = self._grads, self._hess, self._seen, count
+        tops = self._grads, self._hess, self._summary, count
         kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, num_warps=4)
-        counts = self._seen[: self._doubtful_at + 1].cpu().numpy()
+        counts = self._summary[: self._doubtful_at + 1].cpu().numpy()
         bits = counts[:-1].astype(np.int32).reshape(outputs, 2)
         return int(counts[-1]), bits.view(np.float32).astype(np.float64)
 
@@ -160,13 +162,13 @@ class CudaScores:
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         """Add the tree's values to the scores."""
-        values, scores = self._there(tree.leaf_value), self._scores[output]
+        values, scores = self._to_device(tree.leaf_value), self._scores[output]
         self._grower.launch_on_leaves(kernels.add_values, values, scores)
         if not len(unused):
             return
         panels, width = self._grower.panels
-        rows = self._there(unused.astype(np.int32))
-        tables = [self._there(table) for table in (grown.columns, grown.left_bins, tree.left, tree.right)]
+        rows = self._to_device(unused.astype(np.int32))
+        tables = [self._to_device(table) for table in (grown.columns, grown.left_bins, tree.left, tree.right)]
         kernels.walk_rows[(triton.cdiv(len(unused), BLOCK),)](
             rows,
             panels,
@@ -182,5 +184,5 @@ class CudaScores:
             enable_fp_fusion=False,
         )
 
-    def _there(self, numbers: Array) -> Tensor:
+    def _to_device(self, numbers: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)

@@ -262,14 +262,14 @@ class _OnDask:
         """
         options = FitOptions(eval_metric=eval_metric, callbacks=callbacks, init_model=init_model)
         limit = number("timeout_s", self.timeout_s, 0, above=True)
-        fit_on_cluster(self._unfitted(), X, y, sample_weight, eval_set, self.client, limit, self._take, options)
+        fit_on_cluster(self._unfitted(), X, y, sample_weight, eval_set, self.client, limit, self._copy_state, options)
         return self
 
     def _unfitted(self) -> Any:
         estimator: Any = self
         return self._plain(**estimator.get_params())
 
-    def _take(self, fitted: Any) -> None:
+    def _copy_state(self, fitted: Any) -> None:
         """Everything that `fit` leaves in an estimator."""
         for name, value in vars(fitted).items():
             if name.endswith("_"):

@@ -59,7 +59,7 @@ class Ranks:
         self._bytes_since = 0
         self._compared: set[str] = set()  # steps whose sizes were compared since the last `sent_for`
         fits = self._store.add(f"bitplan.trees/fits of {self.rank}", 1)  # as many in every process
-        self._place = f"bitplan.trees/{fits}"
+        self._prefix = f"bitplan.trees/{fits}"
         self._group: dist.ProcessGroup | None = None
         limit = timedelta(seconds=timeout_s)
         self._meet("meeting of all processes", lambda: self._join(limit), 0)
@@ -111,7 +111,7 @@ class Ranks:
         options: Any = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._timeout = limit
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._meeting.host)]
-        store = dist.PrefixStore(self._place, self._store)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(self._prefix, self._store)  # type: ignore[attr-defined]
         self._group = dist.ProcessGroupGloo(store, self.rank, self.count, options)  # type: ignore[assignment]
 
     def _all_reduce(self, numbers: Array, how: Any, label: str) -> Array:
@@ -198,7 +198,7 @@ class Ranks:
                 silent.remove(rank)
 
     def _key(self, label: str, rank: int | None = None) -> str:
-        return f"{self._place}/{label}/{self.rank if rank is None else rank}"
+        return f"{self._prefix}/{label}/{self.rank if rank is None else rank}"
 
     def _try_store(self, ask: Callable[[], Any]) -> bool:
         """False: the store cannot be reached, which is an answer here and not an error."""
