@@ -64,18 +64,18 @@ class AmaxEps:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
         """From the three FP8_QUANT_* variables; one that is empty or missing means 0."""
-        given = {}
+        values = {}
         for role, name in EPS_VARIABLES.items():
             text = environment.get(name, "").strip()
             if not text:
                 continue
             try:
-                given[role] = float(text)
+                values[role] = float(text)
             except ValueError:
-                given[role] = math.nan
-            if not 0 <= given[role] < math.inf:
+                values[role] = math.nan
+            if not 0 <= values[role] < math.inf:
                 raise Fp8LayerError(f"{name} must be a number from 0, such as 1e-12, got {text!r}")
-        return cls(**given)
+        return cls(**values)
 
 
 @dataclass(frozen=True)

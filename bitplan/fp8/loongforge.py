@@ -370,11 +370,11 @@ def _options(config: ConfigObject) -> Fp8Keys:
     for name in config.values:
         if str(name).startswith(("fp8", "selective_fp8")) and name not in known:
             raise config.fail(f"unknown key {config.prefix}{name}{did_you_mean(name, known)}")
-    given = {name: value for name, value in config.values.items() if name in known and value is not None}
-    for name, value in given.items():
+    values = {name: value for name, value in config.values.items() if name in known and value is not None}
+    for name, value in values.items():
         if not known[name].holds(value):
             raise config.fail(f"{config.prefix}{name} must be {known[name].text}, got {show(value)}")
-    options = Fp8Keys(**given)
+    options = Fp8Keys(**values)
     if options.selective_fp8 and options.fp8 is None:
         raise config.fail(
             f'{config.prefix}selective_fp8 chooses where FP8 is used, and fp8 is not set; add fp8: "e4m3"'

@@ -71,14 +71,14 @@ class RecordedRun:
     """A view of a model, and what was run for it.
 
     root    the model itself, or what calls the parts of one that has no forward
-    given   what it was called with
+    inputs  what it was called with
     parts   paths of what was seen: "" for the model, or those of its parts
     faults  why it, or a part, was not seen
     """
 
     view: ModelView
     root: nn.Module
-    given: Inputs = ((), {})
+    inputs: Inputs = ((), {})
     parts: tuple[str, ...] = ()
     faults: tuple[str, ...] = ()
 
@@ -90,14 +90,14 @@ class _PartsInTurn(nn.Module):
         super().__init__()
         self._modules = model._modules
 
-    def forward(self, given: Mapping[str, Inputs]) -> None:
-        for path, (args, kwargs) in given.items():
+    def forward(self, inputs_of: Mapping[str, Inputs]) -> None:
+        for path, (args, kwargs) in inputs_of.items():
             self.get_submodule(path)(*args, **kwargs)
 
 
 def run_without_numbers(model: nn.Module, example: Any = None) -> RecordedRun:
     """See what a model computes in training; one without a forward is seen by its parts."""
-    given: dict[str, Inputs] = {}
+    inputs_of: dict[str, Inputs] = {}
     faults = []
     with _training(model):
         for path, part in _with_forwards(model, ""):
@@ -107,10 +107,10 @@ def run_without_numbers(model: nn.Module, example: Any = None) -> RecordedRun:
             elif not path:
                 return RecordedRun(recorded[0], model, recorded[1], ("",))
             else:
-                given[path] = recorded[1]
-        root, inputs = _PartsInTurn(model), {"given": given}
-        view = describe(root, inputs) if given else ModelView(TRACED, ())
-    return RecordedRun(view, root, ((), inputs), tuple(given), tuple(faults))
+                inputs_of[path] = recorded[1]
+        root, inputs = _PartsInTurn(model), {"inputs_of": inputs_of}
+        view = describe(root, inputs) if inputs_of else ModelView(TRACED, ())
+    return RecordedRun(view, root, ((), inputs), tuple(inputs_of), tuple(faults))
 
 
 def _with_forwards(model: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -312,12 +312,14 @@ def _above(path: str, block: str) -> Iterator[str]:
         path = path.rpartition(".")[0]
 
 
-def random_like(given: Any, generator: torch.Generator) -> Any:
+def random_like(example: Any, generator: torch.Generator) -> Any:
     """Example inputs with random numbers in the place of zeros; token ids, positions and masks stay."""
-    if isinstance(given, torch.Tensor):
-        if not given.is_floating_point():
-            return given
-        return torch.randn(given.shape, generator=generator).to(given.dtype)
-    if isinstance(given, Mapping):
-        return {key: random_like(value, generator) for key, value in given.items()}
-    return type(given)(random_like(value, generator) for value in given) if isinstance(given, tuple | list) else given
+    if isinstance(example, torch.Tensor):
+        if not example.is_floating_point():
+            return example
+        return torch.randn(example.shape, generator=generator).to(example.dtype)
+    if isinstance(example, Mapping):
+        return {key: random_like(value, generator) for key, value in example.items()}
+    if isinstance(example, tuple | list):
+        return type(example)(random_like(value, generator) for value in example)
+    return example

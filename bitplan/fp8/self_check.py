@@ -144,7 +144,7 @@ def _inputs_of(model: nn.Module, sites: Sites, wanted: set[str]) -> tuple[dict[s
     faults, root = list(sites.run.faults), sites.run.root
     try:
         with _quiet(root):
-            record_inputs(model, root, wanted, _example(model, *sites.run.given), inputs)
+            record_inputs(model, root, wanted, _example(model, *sites.run.inputs), inputs)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # whatever a forward raises
@@ -155,8 +155,8 @@ def _inputs_of(model: nn.Module, sites: Sites, wanted: set[str]) -> tuple[dict[s
 def _example(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Inputs:
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     numbers = random_like((args, kwargs), torch.Generator().manual_seed(_SEED))
-    given: Inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), numbers)
-    return given
+    example: Inputs = tree_map_only(Tensor, lambda tensor: tensor.to(device), numbers)
+    return example
 
 
 def _call(block: nn.Module, inputs: Inputs) -> list[Tensor]:

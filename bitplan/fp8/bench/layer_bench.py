@@ -98,7 +98,7 @@ class BenchOptions:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> BenchOptions:
         """The options that the variables set; an empty variable counts as not set."""
-        given = {}
+        values = {}
         for name in sorted(environment):
             if not name.startswith(PREFIX):
                 continue
@@ -107,8 +107,8 @@ class BenchOptions:
                 hint = did_you_mean(name, [PREFIX + known.upper() for known in _READERS])
                 raise BenchOptionsError(f"{name} is not a variable of the benchmark{hint}; unset it, or see the docs")
             if environment[name].strip():
-                given[key] = read_option(key, environment[name].strip(), name)
-        return cls(**given)
+                values[key] = read_option(key, environment[name].strip(), name)
+        return cls(**values)
 
 
 def read_option(key: str, text: str, name: str) -> Any:
@@ -430,8 +430,8 @@ def run_bench(
         if missing:
             timed = _time(plan, way, builder, stopwatch, peers)
             timed_now += 1
-            whole = missing == expected
-            for row in way.rows(plan, timed, padded=padded_tokens(way), in_turns=whole):
+            timed_at_once = missing == expected
+            for row in way.rows(plan, timed, padded=padded_tokens(way), in_turns=timed_at_once):
                 if log is not None and row.key in missing:
                     log.append(row)
         on_way(way)

@@ -275,8 +275,8 @@ def _cast(
 
 def _forward_shapes(x_MK, norm_weight, norm_bias, first, first_bias, down, down_bias, first_text, *rest):  # type: ignore[no-untyped-def]  # noqa: ARG001
     _, _, need_x, need_first, _, need_down, reuse = rest
-    given = (x_MK, norm_weight, norm_bias, first, first_bias, first_text, need_x, need_first, reuse)
-    of_first = forward_shapes(*given)  # type: ignore[no-untyped-call]
+    arguments = (x_MK, norm_weight, norm_bias, first, first_bias, first_text, need_x, need_first, reuse)
+    of_first = forward_shapes(*arguments)  # type: ignore[no-untyped-call]
     y = x_MK.new_empty((x_MK.shape[0], down.shape[0]))
     if not need_down:
         return y, *of_first, x_MK.new_empty(0), x_MK.new_empty(0)
@@ -289,8 +289,8 @@ def _backward_shapes(dy_MN, x_MK, norm_weight, norm_bias, first, first_bias, dow
     need_x, need_first, need_bias, need_down, reuse = rest[-5:]
     d_down = down.new_empty(down.shape) if need_down else dy_MN.new_empty(0)
     total = first_bias.new_empty(first_bias.shape) if need_bias else dy_MN.new_empty(0)
-    given = (dy_MN, None, None, first, x_MK, norm_weight, norm_bias, need_x, need_first, reuse)
-    *of_norm, d_first = backward_shapes(*given)  # type: ignore[no-untyped-call]
+    arguments = (dy_MN, None, None, first, x_MK, norm_weight, norm_bias, need_x, need_first, reuse)
+    *of_norm, d_first = backward_shapes(*arguments)  # type: ignore[no-untyped-call]
     return *of_norm, d_first, total, d_down
 
 

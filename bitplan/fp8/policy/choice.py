@@ -297,14 +297,14 @@ def _by_recipe(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
 
 
 def _by_threshold(policy: Policy, question: Question) -> Fp8Choice:
-    whole = decide(policy, question)
-    if not whole:
-        return Fp8Choice((), question.recipe, whole.answer, whole.reason, whole.tokens)
+    decision = decide(policy, question)
+    if not decision:
+        return Fp8Choice((), question.recipe, decision.answer, decision.reason, decision.tokens)
     size: dict[str, Any] = {key: getattr(question, key) for key in ("name", "tp", "etp", "num_gemms")}
     rule = policy.find(question.looked_up_kind, **size)
     assert rule is not None  # a rule decided it
     return Fp8Choice(
-        PRODUCTS, question.recipe, whole.answer, whole.reason, whole.tokens, whole.speedup, rule.min_tokens
+        PRODUCTS, question.recipe, decision.answer, decision.reason, decision.tokens, decision.speedup, rule.min_tokens
     )
 
 

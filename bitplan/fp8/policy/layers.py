@@ -340,12 +340,12 @@ def _text_part(config: ConfigObject, model_type: Any, advice: str) -> ModelPart:
 
 
 def _vision_part(config: ConfigObject, model_type: Any) -> ModelPart:
-    given = config.values.get("model_type", model_type)
-    names = [str(name).removesuffix("_vision") for name in (given, model_type)]
+    stated = config.values.get("model_type", model_type)
+    names = [str(name).removesuffix("_vision") for name in (stated, model_type)]
     keys = next((VISION_KEYS[name] for name in names if name in VISION_KEYS), None)
     if keys is None:
         known = ", ".join(sorted(VISION_KEYS))
-        raise config.fail(f"vision_config.model_type {show(given)} is not known; known are {known}")
+        raise config.fail(f"vision_config.model_type {show(stated)} is not known; known are {known}")
     return read_part(config, "vit", keys)
 
 

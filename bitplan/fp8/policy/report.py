@@ -255,10 +255,10 @@ def split_report(data: bytes, *, where: str) -> tuple[dict[str, Any], list[Any],
     first, _, rest = data.partition(b"\n")
     head = _json(first, where=where, quiet=True)
     if not isinstance(head, dict) or "rows" in head or "document" not in head:
-        whole = _json(data, where=where)
-        Reader(where, BenchReportError).version(whole, VERSION)
-        Reader(where, BenchReportError).keys("", whole, _HEAD_KEYS | {"rows": LIST}, ("document", "version", "rows"))
-        return {name: value for name, value in whole.items() if name != "rows"}, whole["rows"], True
+        document = _json(data, where=where)
+        Reader(where, BenchReportError).version(document, VERSION)
+        Reader(where, BenchReportError).keys("", document, _HEAD_KEYS | {"rows": LIST}, ("document", "version", "rows"))
+        return {name: value for name, value in document.items() if name != "rows"}, document["rows"], True
     lines = rest.split(b"\n")
     if lines[-1]:
         raise BenchReportError(f"{where}: cut off in line {len(lines) + 1}, which has no end; {RESUME}")

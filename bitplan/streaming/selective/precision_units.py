@@ -88,8 +88,8 @@ class PrecisionUnits:
                 layout = lay_out(block.specs, self._block_formats(block, precision))
                 for weight in self.weights:
                     if weight.block is block:
-                        whole = self.config.granularity == "block"
-                        nbytes = layout.nbytes if whole else layout.pieces[weight.one.name].nbytes
+                        by_block = self.config.granularity == "block"
+                        nbytes = layout.nbytes if by_block else layout.pieces[weight.one.name].nbytes
                         sizes[weight.unit][precision] = nbytes
         return sizes
 

@@ -324,7 +324,7 @@ def _read_trial(reader: Reader, value: Any, units: Mapping[str, UnitState]) -> T
             if name not in switched:
                 reader.stop(f"state.trial.{key} names {name!r}, which is not on trial")
     # Without suspects everything on trial is low in the probe; with suspects, some of these are.
-    whole = not suspects and probing == list(switched)
-    if not switched or not (whole or (set(probing) < set(suspects) and probing)):
+    probes_all = not suspects and probing == list(switched)
+    if not switched or not (probes_all or (set(probing) < set(suspects) and probing)):
         reader.fail("state.trial.probing", "all that is on trial, or some of the suspects", probing)
     return Trial(**{**item, "suspects": tuple(item["suspects"]), "probing": tuple(item["probing"])})

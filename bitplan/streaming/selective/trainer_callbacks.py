@@ -372,14 +372,14 @@ class _FollowedOptimizer:
         return groups
 
     def _say_what_holds(self, training: HostTraining) -> None:
-        given, default = training.settings, AdamWSettings()
+        settings, default = training.settings, AdamWSettings()
         for at in self._groups:
             of_group = _settings_of(self._optimizer, at)
-            if not (isinstance(given, AdamWSettings) and isinstance(of_group, AdamWSettings)):
+            if not (isinstance(settings, AdamWSettings) and isinstance(of_group, AdamWSettings)):
                 log.info("bitplan: streamed weights of group %d are trained by %s", at, of_group)
                 continue
             for name in ("betas", "eps", "weight_decay"):
-                asked, holds = getattr(given, name), getattr(of_group, name)
+                asked, holds = getattr(settings, name), getattr(of_group, name)
                 if asked not in (getattr(default, name), holds):
                     log.warning(
                         "bitplan: %s=%s of the trainer's optimizer holds for streamed weights of its group %d, not the "

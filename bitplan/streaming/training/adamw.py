@@ -238,11 +238,11 @@ def _times(numbers: Tensor, scales: Tensor) -> Tensor:
 
 def _blocks(numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Views of the whole blocks, one a row, and of the last one where it is shorter, each with its scales."""
-    whole = len(numbers) // BLOCK
-    if whole:
-        yield numbers[: whole * BLOCK].view(-1, BLOCK), scales[:whole, None]
-    if whole < len(scales):
-        yield numbers[whole * BLOCK :].view(1, -1), scales[whole:, None]
+    count = len(numbers) // BLOCK
+    if count:
+        yield numbers[: count * BLOCK].view(-1, BLOCK), scales[:count, None]
+    if count < len(scales):
+        yield numbers[count * BLOCK :].view(1, -1), scales[count:, None]
 
 
 def _roots(numbers: Tensor, scales: Tensor) -> Tensor:

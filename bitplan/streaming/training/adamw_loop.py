@@ -55,39 +55,39 @@ TRIED_WAYS = (
 def step_by_loop(tensors: AdamWTensors, rates: AdamWRates) -> None:
     """Do what `step_by_torch` does, to the bit; gradient and `sent` are float32 or bfloat16."""
     flat = [one.detach().view(-1) for one in tensors if one is not None]
-    whole = len(flat[0]) // LANES * LANES
-    if whole:
-        master, gradient, first, second, *sent = (_array(one[:whole]) for one in flat)
+    end = len(flat[0]) // LANES * LANES
+    if end:
+        master, gradient, first, second, *sent = (_array(one[:end]) for one in flat)
         target = sent[0] if sent else master
-        given = (Cut(master), Cut(gradient), Cut(first), Cut(second), Cut(target), bool(sent), _factors(rates))
-        run(_step, whole, NUMBER_NS, *given)
-    if whole < len(flat[0]):
-        rest = AdamWTensors(*(one[whole:] for one in flat))
+        arguments = (Cut(master), Cut(gradient), Cut(first), Cut(second), Cut(target), bool(sent), _factors(rates))
+        run(_step, end, NUMBER_NS, *arguments)
+    if end < len(flat[0]):
+        rest = AdamWTensors(*(one[end:] for one in flat))
         step_by_torch(rest, rates, torch.empty(LANES))
 
 
 def step_small_by_loop(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
     """Do what `step_small_by_torch` does, to the bit, for whole blocks; the numbers after them are left to it."""
-    whole = len(tensors.gradient) // BLOCK * BLOCK
-    weights, remainder, gradient, moments = tensors.part(0, whole)
-    if whole:
+    end = len(tensors.gradient) // BLOCK * BLOCK
+    weights, remainder, gradient, moments = tensors.part(0, end)
+    if end:
         halves = (weights, remainder) if remainder is not None else (torch.empty(0, dtype=torch.uint16), NO_REMAINDER)
         master = NO_MASTER if remainder is not None else weights
-        given = [Cut(_array(one)) for one in (master, *halves, gradient, moments.first, moments.second)]
+        arrays = [Cut(_array(one)) for one in (master, *halves, gradient, moments.first, moments.second)]
         scales = [Cut(one.numpy(), share=BLOCK) for one in (moments.first_scales, moments.second_scales)]
         seeds = np.array([random_seed(key, moment) for moment in (1, 2)], U32)
         run(
             _step_small,
-            whole,
+            end,
             SMALL_NUMBER_NS,
-            *given,
+            *arrays,
             *scales,
             _factors(rates, remainder is not None),
             seeds,
             First(start),
         )
-    if whole < len(tensors.gradient):
-        step_small_by_torch(tensors.part(whole, len(tensors.gradient)), rates, key, start + whole)
+    if end < len(tensors.gradient):
+        step_small_by_torch(tensors.part(end, len(tensors.gradient)), rates, key, start + end)
 
 
 def differs_from_torch() -> str:

@@ -857,10 +857,10 @@ class HostTraining:
         if part.dim() == 0:  # a count
             return part
         assert self.processes is not None
-        whole = torch.empty(weight.shape)
-        self.processes.own_slice(whole).copy_(part)
-        self.processes.gather([whole])
-        return whole
+        gathered = torch.empty(weight.shape)
+        self.processes.own_slice(gathered).copy_(part)
+        self.processes.gather([gathered])
+        return gathered
 
     def restore(
         self, tensors: Mapping[str, Mapping[str, Tensor]], steps: Mapping[str, int], lr: float, *, copies: bool

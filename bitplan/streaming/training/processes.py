@@ -310,5 +310,5 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _sum_of_bits(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     flat = flat.clone() if flat.storage_offset() % 8 else flat  # int64 begins at a multiple of its size
-    whole = len(flat) // 8 * 8
-    return int(flat[:whole].view(torch.int64).sum() + flat[whole:].sum(dtype=torch.int64))
+    end = len(flat) // 8 * 8
+    return int(flat[:end].view(torch.int64).sum() + flat[end:].sum(dtype=torch.int64))
