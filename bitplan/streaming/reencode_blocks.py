@@ -48,7 +48,7 @@ REPLACED: tuple[Any, ...] = ()
 ROWS_AT_A_TIME_BYTES = 2**25
 
 
-def held_parameter(full_name: str, one: StreamedParameter) -> nn.Parameter:
+def current_parameter(full_name: str, one: StreamedParameter) -> nn.Parameter:
     """Return the Parameter that all modules with `one` hold."""
     parameters: dict[int, nn.Parameter] = {}
     one.put_back()
@@ -398,7 +398,7 @@ class BlockUpkeep:
         self._written.pop(block.name, None)
         for name in changed:
             one = block.parameters[name]
-            self._check(f"{block.name}.{name}", block, one, parameter := held_parameter(f"{block.name}.{name}", one))
+            self._check(f"{block.name}.{name}", block, one, parameter := current_parameter(f"{block.name}.{name}", one))
             one.parameter = parameter
             if into_masters and self._training is not None and self._trains(block, name):
                 self._training.weight(block.name, name).read_parameter()

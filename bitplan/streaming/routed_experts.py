@@ -31,7 +31,7 @@ from bitplan.base.errors import StreamError
 from bitplan.plan.structure.describe import experts_of
 from bitplan.streaming.find_blocks import BlockLayout, StreamedBlock, StreamedParameter, Train, lay_out
 from bitplan.streaming.options import Experts, StreamRequest, own_format
-from bitplan.streaming.reencode_blocks import held_parameter, look_at
+from bitplan.streaming.reencode_blocks import current_parameter, look_at
 from bitplan.streaming.saved_tensors import ViewLayout, in_backward, refuse_second_derivatives, save_where_weights_lie
 from bitplan.streaming.transfer.copies import Transfer
 from bitplan.streaming.transfer.devices import Mark
@@ -209,7 +209,7 @@ class RoutedExperts:
         """Put a mixture's experts into the host's memory, of which its Parameters become views."""
         mixture, layout = self.mixtures[at], self._layouts[at]
         for local, one in mixture.parameters.items():
-            current, was = held_parameter(f"{mixture.name}.{local}", one), layout.pieces[local].spec
+            current, was = current_parameter(f"{mixture.name}.{local}", one), layout.pieces[local].spec
             if current.device.type != "cpu" or (tuple(current.shape), current.dtype) != (was.shape, was.dtype):
                 raise StreamError(
                     f"{mixture.name}.{local} is {tuple(current.shape)} {current.dtype} on {current.device} now, and "
@@ -341,7 +341,7 @@ class RoutedExperts:
 
     def _load(self, at: int, chosen: Sequence[int]) -> Tensor:
         before, copied = self._device.mark(), self.memory.copied_experts
-        buffer, transfer, waited = self.memory.load(at, chosen, self._what(at))
+        buffer, transfer, waited = self.memory.load(at, chosen, self._where(at))
         self._record(at, transfer, copied)
         recorder = self._loader.recorder
         if recorder is not None and any(one is transfer or not one.is_done(self._device) for one in waited):
@@ -362,7 +362,7 @@ class RoutedExperts:
         expected = range(mixture.count) if mixture.is_whole else mixture.expected
         if expected is not None:
             copied = self.memory.copied_experts
-            self._record(following, self.memory.send_ahead(following, expected, self._what(following)), copied)
+            self._record(following, self.memory.send_ahead(following, expected, self._where(following)), copied)
 
     def _record(self, at: int, transfer: Transfer | None, copied_before: int) -> None:
         recorder = self._loader.recorder
@@ -374,7 +374,7 @@ class RoutedExperts:
             sizes[piece.fmt.name] = sizes.get(piece.fmt.name, 0) + piece.nbytes // self.mixtures[at].count * sent
         recorder.loads.append((transfer, sizes))
 
-    def _what(self, at: int) -> str:
+    def _where(self, at: int) -> str:
         step = self._loader.step
         return f"{self.mixtures[at].name}, {'outside a step' if step is None else f'step {step}'}"
 

@@ -477,7 +477,7 @@ class WeightLoader:
             if block in self._walk.resident:
                 slot = self.ring.resident[block]
             else:
-                slot = self.ring.slots[load_now(self._walk, self.ring.held, block).slot]
+                slot = self.ring.slots[load_now(self._walk, self.ring.slot_blocks, block).slot]
             self._load(slot, block)
         if slot.transfer is not None:
             slot.transfer.is_awaited = True
@@ -502,13 +502,13 @@ class WeightLoader:
         self.wait_for_copies(reading)
 
     @property
-    def _whole(self) -> int | None:
+    def _block_in_scratch(self) -> int | None:
         """The block that lies in the scratch as a whole, and needs no slot until another one is decoded."""
         decoded = self._decoded
         return decoded if decoded is not None and self.layouts[decoded].leaves_slot else None
 
     def _loads_ahead(self) -> list[Load]:
-        loads = loads_ahead(self._walk, self.ring.held, self._whole)
+        loads = loads_ahead(self._walk, self.ring.slot_blocks, self._block_in_scratch)
         if self._limits is None or not loads:
             return loads
         allowed = allowed_loads(self._walk, loads, self._limits, self.in_flight())

@@ -114,7 +114,7 @@ def test_a_window_of_one_loads_one_block_ahead():
     with streaming(model, slots=4) as stream:
         stream.begin_step(0)
         stream.set_limits(limits(window=1))
-        model.layers[2].register_forward_pre_hook(lambda *_: started.append(set(stream._loader.ring.held)))
+        model.layers[2].register_forward_pre_hook(lambda *_: started.append(set(stream._loader.ring.slot_blocks)))
         model(batch(0)).square().mean().backward()
         stream.end_step()
     assert started == [{0, 1, 2, 3}]  # from begin_step; block 4 waits until block 3 computes
@@ -150,11 +150,11 @@ def test_copies_in_flight_are_capped_and_seen_as_pressure():
             loader.weights(1, wraps=False)  # blocks 2 and 3 are there; 4 may be loaded, into 0's place
             assert (loader.in_flight(), stream.pressure().slots_full) == (1, False)
             loader.weights(2, wraps=False)  # 4 is still on its way: 5 is held back
-            assert (loader.in_flight(), 5 in loader.ring.held) == (1, False)
+            assert (loader.in_flight(), 5 in loader.ring.slot_blocks) == (1, False)
             gate.permits.release(1)
             loader.wait_for_copies(loader.transfers())
             loader.weights(3, wraps=False)
-            assert 5 in loader.ring.held
+            assert 5 in loader.ring.slot_blocks
         assert loader.recorder.held_back == 1
         pressure = stream.pressure()
         assert (pressure.vram_used_bytes, pressure.vram_total_bytes) == (device.allocated_bytes, 2_000_000)

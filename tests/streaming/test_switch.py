@@ -46,7 +46,7 @@ def test_the_switch_of_one_block_sends_that_block_only(block):
     with streaming(model, formats="bfloat16", slots=3) as stream:
         for step in range(2):
             usual, _ = run_step(model, stream, step)
-        held = stream._loader.ring.held
+        held = stream._loader.ring.slot_blocks
         high = block_bytes(stream, name)
         stream.set_formats({name: "int8_row"})
         sent, result = run_step(model, stream, 2)

@@ -84,7 +84,7 @@ def _confirm_make(
     """Time a block forward and backward in turns: in BF16, and as planned and all in FP8 where these have FP8."""
     plan = next(plans[layer.site.part] for layer, everything in members if everything.choice)
     if example is not None:
-        inputs = seen_inputs(model, path, example)
+        inputs = recorded_inputs(model, path, example)
     else:
         inputs = inputs_without_example(model, path, members[0][0].site.shape[1], plan.tokens or 1)
     plain, compiled = model.get_submodule(path), plan.options.confirm_compiled
@@ -115,7 +115,7 @@ def _after(decided: LayerDecision, everything: LayerDecision, verdict: Confirmed
     return decided.in_bf16(f"turned down by confirming {verdict.block}: {verdict.reason}", verdict.answer)
 
 
-def seen_inputs(model: nn.Module, path: str, example: Example) -> Inputs:
+def recorded_inputs(model: nn.Module, path: str, example: Example) -> Inputs:
     """The inputs of the block at `path` when the model is run on the example."""
     inputs: dict[str, Inputs] = {}
     with torch.no_grad():
@@ -133,7 +133,7 @@ def inputs_without_example(model: nn.Module, path: str, width: int, tokens: int)
     """
     example = _random_tokens(model, tokens)
     if example is not None:
-        return seen_inputs(model, path, example)
+        return recorded_inputs(model, path, example)
     block = model.get_submodule(path)
     if len(_required_arguments(block)) != 1:
         raise Fp8Error(

@@ -135,10 +135,10 @@ def _is_count(text: str) -> bool:
 
 def _size(text: str, name: str) -> int | None:
     """A parallel size; 0 is the model's own, as in LoongForge."""
-    return _whole(text, name, 0) or None
+    return _whole_number(text, name, 0) or None
 
 
-def _whole(text: str, name: str, least: int) -> int:
+def _whole_number(text: str, name: str, least: int) -> int:
     if not (text.isascii() and text.isdigit() and len(text) <= 9 and int(text) >= least):
         raise BenchOptionsError(f"{name} must be a whole number from {least}, got {text!r}")
     return int(text)
@@ -172,8 +172,8 @@ _READERS: dict[str, Callable[[str, str], Any]] = {
     **dict.fromkeys(("tp_size", "ep_size", "etp_size"), _size),
     "precisions": _precisions,
     "fp8_recipe": _recipe,
-    "warmup": partial(_whole, least=0),
-    "iters": partial(_whole, least=1),
+    "warmup": partial(_whole_number, least=0),
+    "iters": partial(_whole_number, least=1),
     "speedup_threshold": _number,
     "shape_sweep": parse_sweep,
 }

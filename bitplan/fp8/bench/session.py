@@ -154,7 +154,7 @@ def route_tokens(tokens: int, experts: int, routing: str) -> tuple[int, ...]:
     if routing not in ROUTINGS:
         raise Fp8Error(f"routing must be one of {', '.join(ROUTINGS)}, got {routing!r}")
     shares = [1.0] * experts if routing == "uniform" else [1 / (rank + 1) for rank in _shuffled(experts)]
-    return _whole(tokens, shares)
+    return _proportional_counts(tokens, shares)
 
 
 def _shuffled(experts: int) -> list[int]:
@@ -164,7 +164,7 @@ def _shuffled(experts: int) -> list[int]:
     return [index * step % experts for index in range(experts)]
 
 
-def _whole(total: int, shares: Sequence[float]) -> tuple[int, ...]:
+def _proportional_counts(total: int, shares: Sequence[float]) -> tuple[int, ...]:
     """Whole numbers in proportion to the shares, which add up to the total: the largest remainders are rounded up."""
     exact = [total * share / math.fsum(shares) for share in shares]
     counts = [math.floor(share) for share in exact]

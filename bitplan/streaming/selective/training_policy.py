@@ -25,10 +25,10 @@ path that cannot be written is an error then, and not after an hour.
 
 Loss feedback tries a switch: the loss of a probe batch is taken before and after it.
 
-    begin_trial    the units that go low together are on trial
-    judge_trial    within the tolerance        -> accepted
-                   above it, several suspects  -> halve them and probe again: log2(n) probes find one
-                   one suspect left            -> it goes back to bf16 and backs off; the others are probed again
+    begin_trial      the units that go low together are on trial
+    advance_trial    within the tolerance        -> accepted
+                     above it, several suspects  -> halve them and probe again: log2(n) probes find one
+                     one suspect left            -> it goes back to bf16 and backs off; the others are probed again
 
 until a probe is accepted or no unit is left. A back-off doubles with every rollback of the same unit. A loss that is
 not finite counts as above any tolerance. Trials are state that can be saved between any two probes.
@@ -307,7 +307,9 @@ def begin_trial(
     return replace(state, trial=Trial(step, loss_before, switched, (), tuple(switched)))
 
 
-def judge_trial(state: PolicyState, loss_after: float, config: SelectivePrecisionConfig) -> tuple[PolicyState, Verdict]:
+def advance_trial(
+    state: PolicyState, loss_after: float, config: SelectivePrecisionConfig
+) -> tuple[PolicyState, Verdict]:
     """The state and the next move, given the probe loss with `trial.probing` low."""
     trial = state.trial
     if trial is None:
@@ -695,7 +697,7 @@ class SelectivePrecisionPolicy(Closing):
         self._run_with(self.precisions, step)
         rolled_back = False
         while self.state.trial is not None:
-            self.state, verdict = judge_trial(self.state, self._probe_loss(), self.config)
+            self.state, verdict = advance_trial(self.state, self._probe_loss(), self.config)
             rolled_back |= verdict.culprit is not None
             if self.config.log_decisions:
                 log.info("bitplan: step %d: trial %s: %s", step, verdict.action, verdict.reason)

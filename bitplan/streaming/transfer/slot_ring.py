@@ -194,7 +194,7 @@ class SlotRing:
         return min(start for start, _ in spans), max(start + nbytes for start, nbytes in spans)
 
     @property
-    def held(self) -> list[int | None]:
+    def slot_blocks(self) -> list[int | None]:
         """The block of each ring slot."""
         return [slot.block for slot in self.slots]
 

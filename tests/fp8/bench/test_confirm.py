@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.base.paired_timing import Timed
-from bitplan.fp8.bench.confirm import inputs_without_example, seen_inputs, verdict_of
+from bitplan.fp8.bench.confirm import inputs_without_example, recorded_inputs, verdict_of
 from bitplan.fp8.policy.vocabulary import Fp8Error
 
 
@@ -58,13 +58,13 @@ class Model(nn.Module):
 def test_inputs_are_seen_and_the_rest_is_not_run():
     model = Model()
     x = torch.randn(3, 4)
-    (args, kwargs) = seen_inputs(model, "block", x)
+    (args, kwargs) = recorded_inputs(model, "block", x)
     assert torch.equal(args[0], model.first(x))
     assert kwargs == {}
     assert not model.ran
     assert not model.block._forward_pre_hooks
     with pytest.raises(Fp8Error, match="the model never ran block on the example"):
-        seen_inputs(model, "block", {"x": x, "skip": True})
+        recorded_inputs(model, "block", {"x": x, "skip": True})
 
 
 class Config:

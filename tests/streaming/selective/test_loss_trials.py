@@ -13,7 +13,7 @@ from bitplan.streaming.selective.config import SelectiveError, SelectivePrecisio
 from bitplan.streaming.selective.decide import BlockPrecisionHint, compute_hints
 from bitplan.streaming.selective.score import BlockGradStats, StepStats
 from bitplan.streaming.selective.state import PolicyState, observe
-from bitplan.streaming.selective.training_policy import MAX_DOUBLINGS, begin_trial, judge_trial
+from bitplan.streaming.selective.training_policy import MAX_DOUBLINGS, advance_trial, begin_trial
 
 CONFIG = SelectivePrecisionConfig(
     warmup_steps=0,
@@ -51,7 +51,7 @@ TOLERANCE = [
 @pytest.mark.parametrize(("before", "after", "accepted"), TOLERANCE)
 def test_tolerance(before, after, accepted):
     state, hints = switched(1)
-    state, verdict = judge_trial(begin_trial(state, hints, before, 1), after, CONFIG)
+    state, verdict = advance_trial(begin_trial(state, hints, before, 1), after, CONFIG)
     assert verdict.action == ("accepted" if accepted else "rolled_back")
     assert state.units["u.0"].precision == ("int8" if accepted else "bf16")
     assert state.trial is None
@@ -64,7 +64,7 @@ def settle(state, bad):
     while state.trial is not None:
         low = [name for name in state.trial.switched if state.units[name].precision != "bf16"]
         assert set(low) == set(state.trial.probing)
-        state, verdict = judge_trial(state, 1.0 + sum(name in bad for name in low), CONFIG)
+        state, verdict = advance_trial(state, 1.0 + sum(name in bad for name in low), CONFIG)
         probes += 1
         culprits += [verdict.culprit] if verdict.culprit else []
     return state, culprits, probes
@@ -101,7 +101,7 @@ def test_units_that_are_bad_only_together():
     state = begin_trial(state, hints, 1.0, 1)
     while state.trial is not None:
         low = sum(unit.precision != "bf16" for unit in state.units.values())
-        state, _ = judge_trial(state, 2.0 if low == 4 else 1.0, CONFIG)
+        state, _ = advance_trial(state, 2.0 if low == 4 else 1.0, CONFIG)
     assert sum(unit.precision == "bf16" for unit in state.units.values()) == 1
 
 
@@ -113,7 +113,7 @@ BACKOFF = [(0, 10, 110), (1, 10, 210), (2, 10, 410), (MAX_DOUBLINGS, 0, 100 * 2*
 def test_back_off_doubles(rollbacks, step, until):
     state, hints = switched(1)
     state = state.with_units({"u.0": replace(state.units["u.0"], rollbacks=rollbacks)})
-    state, _ = judge_trial(begin_trial(state, hints, 1.0, step), 9.0, CONFIG)
+    state, _ = advance_trial(begin_trial(state, hints, 1.0, step), 9.0, CONFIG)
     unit = state.units["u.0"]
     assert (unit.backoff_until, unit.rollbacks, unit.last_switch_step) == (until, rollbacks + 1, step)
 
@@ -121,7 +121,7 @@ def test_back_off_doubles(rollbacks, step, until):
 @pytest.mark.parametrize(("step", "expected"), [(100, "bf16"), (101, "int8")])
 def test_a_unit_stays_back_until_its_back_off_ends(step, expected):
     state, hints = switched(1)
-    state, _ = judge_trial(begin_trial(state, hints, 1.0, 1), 9.0, CONFIG)  # until step 101
+    state, _ = advance_trial(begin_trial(state, hints, 1.0, 1), 9.0, CONFIG)  # until step 101
     state = observe(state, quiet(step, ["u.0"]), CONFIG)
     _, hints = compute_hints(state, step, CONFIG)
     assert hints["u.0"].precision == expected
@@ -132,7 +132,7 @@ def test_a_unit_stays_back_until_its_back_off_ends(step, expected):
 def test_an_open_trial_freezes_decisions():
     state, hints = switched(2)
     state = begin_trial(state, hints, 1.0, 1)
-    state, _ = judge_trial(state, 9.0, CONFIG)  # u.0 is probed, u.1 is bf16 meanwhile
+    state, _ = advance_trial(state, 9.0, CONFIG)  # u.0 is probed, u.1 is bf16 meanwhile
     loud = StepStats(2, {"u.0": BlockGradStats("u.0", 9.0, 9.0, 0.0, 9.0)}, {})
     state, hints = compute_hints(observe(state, loud, CONFIG), 2, CONFIG)
     assert [hint.precision for hint in hints.values()] == ["int8", "bf16"]
@@ -157,7 +157,7 @@ def test_refusals():
     with pytest.raises(SelectiveError, match="must be finite, got nan"):
         begin_trial(state, hints, math.nan, 1)
     with pytest.raises(SelectiveError, match="no trial is open"):
-        judge_trial(state, 1.0, CONFIG)
+        advance_trial(state, 1.0, CONFIG)
     state = begin_trial(state, hints, 1.0, 1)
     with pytest.raises(SelectiveError, match="a trial of step 1 is still open"):
         begin_trial(state, hints, 1.0, 2)

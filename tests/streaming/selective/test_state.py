@@ -22,7 +22,7 @@ from bitplan.streaming.selective.state import (
     state_from_document,
     state_to_document,
 )
-from bitplan.streaming.selective.training_policy import begin_trial, judge_trial
+from bitplan.streaming.selective.training_policy import advance_trial, begin_trial
 
 NAMES = [f"b.{index}" for index in range(11)]
 LAYOUT = layout_of({name: [("w", (4, 4), "bfloat16"), ("norm", (4,), "float32")] for name in NAMES})
@@ -53,7 +53,7 @@ def advance(state, number, numbers, config):
     if state.trial is None:
         state = begin_trial(state, hints, 1.0, number)
     if state.trial is not None:
-        state, _ = judge_trial(state, 1.0 + 0.02 * (number % 3), config)
+        state, _ = advance_trial(state, 1.0 + 0.02 * (number % 3), config)
     return state, hints
 
 
@@ -228,7 +228,7 @@ def test_whatever_is_in_the_file_the_answer_is_a_state_or_one_clear_error(data, 
         return
     compute_hints(state, 2**64, CONFIG, EVIDENCE)
     if state.trial is not None:
-        judge_trial(state, 9.0, CONFIG)
+        advance_trial(state, 9.0, CONFIG)
 
 
 @settings(deadline=None, max_examples=25)
