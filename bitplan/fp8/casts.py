@@ -80,7 +80,7 @@ class CastPair(NamedTuple):
 
 
 def scaling_of(recipe: str, *, is_weight: bool = False) -> str:
-    """How a recipe scales an operand."""
+    """Return the scaling of an operand by a recipe, such as "1x128"."""
     row = find_recipe(recipe)
     return row.weights if is_weight else row.activations
 
@@ -92,7 +92,7 @@ def padded_tokens(recipe: str, tokens: int) -> int:
 
 
 def pad_rows(x_RC: Tensor, rows: int) -> Tensor:
-    """x with zeros below, up to this many rows."""
+    """Return x with rows of zeros below it, up to this many rows."""
     missing = rows - x_RC.shape[0]
     return torch.nn.functional.pad(x_RC, (0, 0, 0, missing)) if missing else x_RC
 
@@ -113,7 +113,7 @@ def cast_reference(x_RC: Tensor, scaling: str, fp8: str = "e4m3", eps: float = 0
 
 
 def scale_of_amax(amax: Tensor, fp8: str = "e4m3", *, power_of_two: bool = False) -> Tensor:
-    """amax / limit, at least the smallest normal number; NaN where amax is not finite."""
+    """Return amax / limit, at least the smallest normal number; NaN where amax is not finite."""
     limit = torch.full((), FP8_LIMITS[fp8], dtype=torch.float32, device=amax.device)
     scale = amax.float() / limit
     if power_of_two:  # the next exponent unless the mantissa is zero

@@ -128,7 +128,7 @@ def decide_layers(sites: Sites, plans: Mapping[str, PartPlan], device: torch.dev
 
 
 def all_in_fp8(decided: LayerDecision, is_asked_for: bool) -> LayerDecision:
-    """The same layer with all products in FP8, where it can be."""
+    """Return the same layer with all products in FP8, where these can be."""
     site, name = decided.site, decided.recipe.name
     can = shape_obstacle(name, site.shape) is None and (not site.is_grouped or name in expert_recipes())
     if not is_asked_for or site.obstacle is not None or not can or decided.choice.products == PRODUCTS:

@@ -74,7 +74,7 @@ class Site:
         return Question(self.kind, tokens, **{key: getattr(self, key) for key in keys}, **more)
 
     def within(self, block: str) -> Site:
-        """The same layer by paths inside a block."""
+        """Return the same layer by its paths inside a block."""
         cut = len(block) + 1 if block else 0
         norm = None if self.norm is None else replace(self.norm, path=self.norm.path[cut:])
         return replace(self, path=self.path[cut:], modules=tuple(path[cut:] for path in self.modules), norm=norm)
@@ -254,7 +254,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def _is_conv1d(module: nn.Module) -> bool:
-    """transformers' Conv1D, a linear whose weight is [inputs, outputs]."""
+    """Whether a module is transformers' Conv1D, a linear whose weight is [inputs, outputs]."""
     library = sys.modules.get("transformers.pytorch_utils")  # a model that has one has loaded it
     return library is not None and type(module) is library.Conv1D
 

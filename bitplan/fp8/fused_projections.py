@@ -100,7 +100,9 @@ class FusedProjections(_Projection):
 
 
 def _refuse_offloading(hook: Any) -> None:
-    """accelerate looks weights up in the state dict by their module's name, where these have other names."""
+    """Refuse models that accelerate offloads: it looks weights up in the state dict by their module's name, where these
+    have other names.
+    """
     if any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))):
         raise Fp8LayerError(
             "accelerate offloads this model, and does not find weights that apply_fp8 has joined (q, k, v; gate, up); "

@@ -63,7 +63,7 @@ class AmaxEps:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Self:
-        """From the three FP8_QUANT_* variables; one that is empty or missing means 0."""
+        """Read the three FP8_QUANT_* variables; one that is empty or missing means 0."""
         values = {}
         for role, name in EPS_VARIABLES.items():
             text = environment.get(name, "").strip()

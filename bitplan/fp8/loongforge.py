@@ -281,7 +281,7 @@ _PARALLEL_KEYS = {
 
 
 def read_yaml_model(text: str, *, where: str = "model.yaml", open_base: OpenBase | None = None) -> YamlModel:
-    """The model of a YAML file."""
+    """Read the parts of a model, and what it asks of FP8, from a YAML file."""
     document = _compose(text, where, open_base, depth=0, opened=[where])
     model = document.get("model")
     if isinstance(model, Mapping) and any(name in model for name in COMPONENTS):

@@ -120,7 +120,8 @@ class OrderedFactor:
 
 
 class InputHessian:
-    """[K, K], in any unit. The last factor is remembered: give weights of one input, and formats of one width, in turn.
+    """The Hessian [K, K] of a layer's inputs, in any unit. The last factor is remembered: give weights of one input,
+    and formats of one width, in turn.
 
     A factor takes as long as rounding some hundred rows.
     """

@@ -189,7 +189,7 @@ def unordered(ordered: Tensor, at: Tensor) -> Tensor:
 
 @dataclass
 class VectorScales:
-    """Of [R, filled] numbers: d [R, blocks] and multiples as stored [R, groups], in float32."""
+    """The scales of [R, filled] numbers in vectors: d [R, blocks] and multiples as stored [R, groups], in float32."""
 
     layout: VectorLayout
     d: Tensor

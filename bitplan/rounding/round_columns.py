@@ -43,7 +43,7 @@ def round_piece(
 
 
 def cost_of_scales(piece: Tensor, factor: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """[R, C] scales -> [R, C] squared errors that `round_piece` would make with each of them."""
+    """Return the squared errors [R, C] that `round_piece` would make with each of the scales [R, C]."""
     rows = max(1, MOST_NUMBERS // max(1, scales.shape[1] * piece.shape[1]))
     return torch.cat(
         [
@@ -83,7 +83,9 @@ def sweep_piece(
 
 
 def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Grid) -> Tensor:
-    """[R, C] scales -> [R, C] errors: the sum over columns of weights * (number - value)^2."""
+    """Return the error [R, C] of rounding to nearest with each of the scales [R, C]: the sum over columns of weights *
+    (number - value)^2.
+    """
     inverses = reciprocal(scales)
     cost = torch.zeros_like(scales)
     for j in range(piece.shape[1]):
@@ -122,7 +124,7 @@ def rounding_rows_of(matrix: Tensor) -> AbstractContextManager[None]:
 
 
 def compiled_on_threads(count: int) -> AbstractContextManager[None]:
-    """Within the block, compiled loops use `count` threads, whatever torch uses."""
+    """Have compiled loops use `count` threads within the `with` block, whatever torch uses."""
     if not _has("numba"):
         return nullcontext()
     from bitplan.base.loops.jit import use_threads

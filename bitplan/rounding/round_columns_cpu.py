@@ -53,7 +53,8 @@ HALF_SCALES = np.array((*STORAGES[torch.float16], 1.0), F32)
 
 
 def storage_of(fmt: Format, base: Tensor | None) -> Any:
-    """[5] float32: how scales are stored, and their base factor; None where the loops do not know it.
+    """Return five float32 numbers that say how scales are stored, and their base factor; None where the loops do not
+    know it.
 
     Of powers of two it is not read.
     """
@@ -463,7 +464,7 @@ def _limits(layout: Layout) -> tuple[int, int, bool, bool, np.float32, np.float3
 def _by_rows(
     loop: Callable[..., None], piece: Tensor, by_row: tuple[int, ...], tensors: tuple[Tensor, ...], grid: Grid
 ) -> None:
-    """`loop` on some rows of the piece, and of what is given by row, at a time."""
+    """Run `loop` on some rows at a time of the piece, and of tensors that have its rows (`by_row`: their indices)."""
     numbers_in = piece.contiguous().numpy()
     arrays: list[Any] = [tensor.contiguous().numpy() for tensor in tensors]
     numbers = _numbers_of(grid)

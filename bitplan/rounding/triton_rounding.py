@@ -397,7 +397,7 @@ class BlockScales:
 
     @property
     def span(self) -> int:
-        """Columns of a batch."""
+        """The number of columns of a batch."""
         return max(BATCH, self.width)
 
     def constants(self) -> dict[str, Any]:

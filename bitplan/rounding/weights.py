@@ -65,7 +65,7 @@ def grid_of_groups(fmt: GgufBlocks) -> Grid:
 
 
 def stored_codes(numbers: Tensor, fmt: GgufBlocks) -> Tensor:
-    """uint8: what is stored for the numbers that codes stand for."""
+    """Return the uint8 codes that are stored for these numbers."""
     if fmt.layout.table is None:
         return (numbers - fmt.layout.low).to(torch.uint8)
     return torch.searchsorted(numbers.new_tensor(fmt.layout.table), numbers.contiguous()).to(torch.uint8)
@@ -303,7 +303,7 @@ class RoundingOptions(TypedDict, total=False):
 
 
 def round_weight(weight: Tensor, fmt: Format | str, **options: Unpack[RoundingOptions]) -> Encoded:
-    """`round_with_report` without its report."""
+    """Round a weight as `round_with_report` does, without its report."""
     return _round(weight, fmt, has_report=False, **options)[0]
 
 
@@ -344,7 +344,9 @@ def _round(
     device: torch.device | str | None = None,
     name: str = "tensor",
 ) -> tuple[Encoded, Rounding]:
-    """`round_with_report`; without a report its errors are in the Hessian's own unit, which saves a large product."""
+    """Do what `round_with_report` does; without a report its errors are in the Hessian's own unit, which saves a large
+    product.
+    """
     fmt = get_format(fmt)
     if device is not None:
         weight = weight.to(device)

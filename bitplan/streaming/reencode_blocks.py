@@ -226,7 +226,7 @@ class BlockUpkeep:
     # ---- boundaries --------------------------------------------------------------------------------------------------
 
     def bring_up_to_date(self) -> None:
-        """Before a step, put chosen formats and changed parameters into effect."""
+        """Put chosen formats and changed parameters into effect."""
         chosen, before = self.chosen, self.formats
         self._look_at_modules(self._blocks)
         stale = self._stale(self._blocks, chosen)
@@ -291,7 +291,7 @@ class BlockUpkeep:
                 self._training.unencoded.discard(block.name)
 
     def put_updated(self, name: str) -> None:
-        """On the optimizer's thread: encode a block whose masters were stepped, but for those that the step sent."""
+        """Encode, on the optimizer's thread, a block whose masters were stepped, but for those that the step sent."""
         block, sent = self._by_name[name], () if self._training is None else self._training.sent
         try:
             self._put(block, sent)
@@ -453,8 +453,8 @@ class BlockUpkeep:
             self._training.settle()
 
     def hook_state_dicts(self) -> list[RemovableHandle]:
-        """With train="weights": the model's state_dict holds trained weights, and load_state_dict waits for updates.
-        Both find Parameters in all modules, after Ctrl-C too.
+        """Have the model's state_dict hold the trained weights of train="weights", and load_state_dict wait for
+        updates. Both find Parameters in all modules, after Ctrl-C too.
         """
         hooks = []
         for block in self._blocks:
@@ -520,7 +520,7 @@ class BlockUpkeep:
 
 
 def formats_of(formats: Formats, blocks: Iterable[StreamedBlock], current: BlockFormats | None = None) -> BlockFormats:
-    """`resolve_formats` for blocks; experts that cross by use do so in their own type, and any other is refused."""
+    """Resolve `formats` for blocks; experts that cross by use do so in their own type, and any other is refused."""
     routed = {block.name: {name: one.spec for name, one in block.routed.items()} for block in blocks}
     chosen = resolve_formats(formats, {block.name: {**block.specs, **routed[block.name]} for block in blocks}, current)
     for block, specs in routed.items():

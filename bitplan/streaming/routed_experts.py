@@ -117,7 +117,7 @@ def _mixtures_of(block: StreamedBlock, train: Train) -> Iterator[Mixture]:
 
 
 class RoutedExperts:
-    """The mixtures of one stream."""
+    """The modules of experts in one stream, of which only the chosen experts cross to the device."""
 
     def __init__(self, mixtures: list[Mixture], loader: WeightLoader, options: StreamRequest) -> None:
         self.mixtures, self._loader, self._train = mixtures, loader, options.train
@@ -179,7 +179,7 @@ class RoutedExperts:
                 mixture.is_whole = share > ALL_ABOVE
 
     def bring_up_to_date(self, block: StreamedBlock | None = None) -> None:
-        """Before a step, or a forward of one block outside it: take over weights that other code changed."""
+        """Take over, before a step or a forward of one block outside it, weights that other code changed."""
         if self._is_broken:
             self.memory.finish_copies()
             self.memory.forget()

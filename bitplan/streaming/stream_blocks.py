@@ -558,7 +558,8 @@ class BlockStream:
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """With train="weights": masters, AdamW's moments and settings, formats; see `training_state`. Between steps.
+        """Return masters, AdamW's moments and settings, and formats, with train="weights" and between steps; see
+        `training_state`.
 
         The tensors are the ones in use, not copies, as in torch: save or copy them before the next end_step.
         """
@@ -587,12 +588,12 @@ class BlockStream:
         self._restore(document, where, accept_optimizer_change=accept_optimizer_change, copies=True)
 
     def save(self, path: str | Path) -> None:
-        """`state_dict` in a safetensors file, whole or not at all; tensors are made and written one by one."""
+        """Write `state_dict` into a safetensors file, whole or not at all; tensors are made and written one by one."""
         training = self._training_between_steps("save")
         write_training(path, training, _by_full_name(self._upkeep.chosen))
 
     def load(self, path: str | Path, *, accept_optimizer_change: bool = False) -> None:
-        """`load_state_dict` from a file that `save` wrote."""
+        """Do `load_state_dict` with a file that `save` wrote."""
         self._require_training("load")
         self._restore(load_training(path), str(path), accept_optimizer_change=accept_optimizer_change, copies=False)
 

@@ -190,7 +190,8 @@ class WeightLoader:
         return self.device.guessed_step_bytes() if self.step_bytes is None else self.step_bytes
 
     def saw_step(self, peak_bytes: int) -> bool:
-        """After a step, note its memory; whether another division of the memory (slots="auto") fits better.
+        """Note the memory that a step took, after it; return whether another division of the memory (slots="auto") fits
+        better.
 
         Looks only where a step took more than any before: asking the device takes long.
         """

@@ -117,7 +117,7 @@ def read_option(key: str, text: str, name: str) -> Any:
 
 
 def parse_sweep(text: str, name: str = "the sweep") -> tuple[tuple[int, int], ...]:
-    """`1024x1,4096x2`: sequence length x micro batch size, as many as wanted."""
+    """Read `1024x1,4096x2`: pairs of sequence length and micro batch size, as many as wanted."""
     shapes = []
     for item in text.split(","):
         length, _, batch = item.strip().lower().partition("x")

@@ -54,7 +54,7 @@ def partial_amax(x_RC: Tensor, pieces: int = PIECES, numbers: int | None = None,
 def plan_amax(
     size: int, dtype: torch.dtype, aligned: bool, pieces: int, numbers: int | None, warps: int
 ) -> tuple[int, PreparedLaunch | None]:
-    """(number of pieces, the launch that finds their maxima)."""
+    """Return the number of pieces, and the launch that finds their maxima."""
     paired = dtype == torch.bfloat16 and aligned and not size % 16
     numbers = min(numbers or (PAIRED_NUMBERS if paired else NUMBERS), triton.next_power_of_2(max(size, 16)))
     pieces = min(pieces, triton.cdiv(size, numbers))

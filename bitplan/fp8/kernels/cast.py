@@ -129,7 +129,7 @@ NORMS = ("rms", "layer")
 
 @dataclass(slots=True, eq=False)
 class NormWeights:
-    """A norm over the last dimension."""
+    """A norm over the last dimension: its kind ("rms" or "layer"), weight, bias and epsilon."""
 
     kind: str
     weight: Tensor

@@ -469,7 +469,9 @@ def cast_token_tiles(
     cols: bool,
     guess: Tensor | None = None,
 ) -> Pair:
-    """((codes [T, C], scales), (codes [C, P], scales)), each where asked for. `guess`: see `fast_tile`."""
+    """Cast tokens; return ((codes [T, C], scales), (codes [C, P], scales)), each where asked for. `guess`: see
+    `fast_tile`.
+    """
     (count, width), experts = x_TC.shape, layout.experts
     blocks = scale_kind(recipe) == "block"
     row_scales = (width // BLOCK, count) if blocks else (count,)
@@ -491,7 +493,9 @@ def cast_token_tiles(
 def cast_expert_tiles(
     w_ENK: Tensor, recipe: str, eps: float, *, rows: bool, cols: bool, guess: Tensor | None = None
 ) -> Pair:
-    """((codes [E, N, K], scales), (codes [E, K, N], scales)), each where asked for; blocks share one scale."""
+    """Cast matrices of experts; return ((codes [E, N, K], scales), (codes [E, K, N], scales)), each where asked for;
+    blocks share one scale.
+    """
     experts, outputs, inputs = w_ENK.shape
     flat = w_ENK.reshape(experts * outputs, inputs).contiguous()
     blocks = scale_kind(recipe) == "block"

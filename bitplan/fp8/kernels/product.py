@@ -37,7 +37,7 @@ def scaled_product(
     fast_accum: bool = True,
     impl: str = "auto",
 ) -> Tensor:
-    """a times b transposed, [M, N], plus bias [N]."""
+    """Compute a times b transposed, [M, N], plus bias [N]."""
     (rows, width), (cols, other_width) = a_MK.codes.shape, b_NK.codes.shape
     if width != other_width or (a_MK.scaling, b_NK.scaling) not in PRODUCT_PAIRS or impl not in PRODUCT_IMPLEMENTATIONS:
         _refuse(a_MK, b_NK, impl)

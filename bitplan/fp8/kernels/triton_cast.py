@@ -110,7 +110,7 @@ def cast_tiles(
     plain: bool = False,
     pieces: Tensor | None = None,
 ) -> CastTiles:
-    """(x, its transpose, x after the norm in its own type if `plain`), each where asked for.
+    """Cast a matrix; return (x, its transpose, x after the norm in its own type if `plain`), each where asked for.
 
     The result has `padded` rows; those beyond x's are zeros. `pieces`: maxima of all numbers that share the scale of a
     tensor, as `partial_amax` gives them, if they are known already.

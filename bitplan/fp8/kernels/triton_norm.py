@@ -78,7 +78,7 @@ def row_stats(
 
 
 def norm_gradient(dy_RC: Tensor, x_RC: Tensor, norm: Norm) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dx, the weight's gradient, the bias's), the last two in the weight's type."""
+    """Return gradients of input, weight and bias, the last two in the weight's type."""
     has_bias = norm.bias is not None
     types = (("SOURCE", x_RC.dtype), ("GRAD", dy_RC.dtype), ("WEIGHT", norm.weight.dtype))
     programs, find = plan_norm(x_RC.shape, norm.kind, types, (("HAS_BIAS", has_bias),))
@@ -140,7 +140,7 @@ def plan_norm(
     flags: tuple[tuple[str, bool], ...],
     norm_eps: float | None = None,
 ) -> tuple[int, PreparedLaunch | None]:
-    """(programs, how to launch them), of `_row_stats` with an epsilon, else of `_norm_gradient`."""
+    """Return how many programs, and how to launch them: of `_row_stats` with an epsilon, else of `_norm_gradient`."""
     rows, cols = shape
     if cols > LONGEST_ROW:
         raise FormatError(f"the fused norm holds rows of up to {LONGEST_ROW} numbers, got {cols}")

@@ -65,7 +65,7 @@ def block_scaled_product(
     bias: Tensor | None = None,
     launch: ProductLaunch | None = None,
 ) -> Tensor:
-    """a times b transposed, [M, N], plus bias [N]."""
+    """Compute a times b transposed, [M, N], plus bias [N]."""
     if a_MK.scaling != "1x128" or b_NK.scaling not in ("1x128", "128x128"):
         raise FormatError(
             f"the block scaled kernel takes 1x128 with 1x128 or 128x128, got {a_MK.scaling} and {b_NK.scaling}"
@@ -192,7 +192,7 @@ def rows_product(
     fast_accum: bool = True,
     launch: GroupedLaunch | None = None,
 ) -> None:
-    """Fill out [T, N]."""
+    """Multiply rows of tokens by their experts' matrices, into `out` [T, N]."""
     launch = launch or DEFAULT_LAUNCHES[a_TK.kind]
     experts, outputs, inputs = b_ENK.codes.shape
     halves = TILE_ROWS // launch.rows

@@ -46,7 +46,8 @@ from bitplan.plan.structure.describe import experts_of
 
 
 class GroupedLinear(CastsWeight):
-    """weight [experts, out_features, in_features]; `gemms` of None: all three products by the recipe's own name.
+    """Linear layers of all experts, weight [experts, out_features, in_features], in one product each way. `gemms` of
+    None: all three products by the recipe's own name.
 
     `impl` chooses the FP8 products: "auto", "gluon", "torch", "triton" or "reference". On a GPU "auto" decides by shape
     and recipe (see `fp8.kernels.experts_products`; its `gluon_obstacle` says why the fastest cannot run).
@@ -90,7 +91,7 @@ class GroupedLinear(CastsWeight):
             nn.init.uniform_(self.bias, -limit, limit)
 
     def forward(self, x: Tensor, tokens_per_expert: Tensor) -> Tensor:
-        """x [T, in_features], sorted by expert -> [T, out_features]."""
+        """Multiply x [T, in_features], whose rows are sorted by expert, to [T, out_features]."""
         if torch.compiler.is_compiling():
             run: Callable[..., Tensor] = torch.compiler.disable(self._forward)
             return run(x, tokens_per_expert)

@@ -96,7 +96,7 @@ class Fp8Linear(CastsWeight, nn.Linear):
             store_in_fp8(self)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
-        """After a move, check that the new device can run FP8; casts of the weight are not moved."""
+        """Check after a move that the new device can run FP8; casts of the weight are not moved."""
         weight_casts.drop_casts([self.weight])
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.weight.device.type != "meta":
@@ -113,7 +113,7 @@ class Fp8Linear(CastsWeight, nn.Linear):
             destination[f"{prefix}weight"] = destination[f"{prefix}weight"].t().contiguous()
 
     def set_products(self, products: Mapping[str, str]) -> None:
-        """From the next forward on run these products ("fprop", "dgrad", "wgrad") by these recipes, or in "bf16"."""
+        """Run these products ("fprop", "dgrad", "wgrad") by these recipes, or in "bf16", from the next forward on."""
         if self.fp8_param:
             raise Fp8LayerError("the weight is stored in FP8 (fp8_param), so its products stay in FP8")
         gemms = replace(self.gemms, **products)
@@ -270,7 +270,7 @@ def hold_weight_casts(module: nn.Module) -> None:
 
 
 def cast_weights_together(module: nn.Module) -> None:
-    """From now on cast the weights of all FP8 layers on a GPU together after each step, by one launch."""
+    """Cast the weights of all FP8 layers on a GPU together after each step, by one launch, from now on."""
     weight_casts.cast_together(
         (weight, settings.gemms.fprop, settings.recipe.eps.weight)
         for weight, settings in _cast_weights(module)

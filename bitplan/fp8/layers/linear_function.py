@@ -37,7 +37,7 @@ def run_linear(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
 ) -> Tensor:
-    """x [..., K], normalised if there is a norm, times weight [N, K] plus bias; differentiable."""
+    """Compute x [..., K], normalised if there is a norm, times weight [N, K] plus bias; autograd knows its gradient."""
     if torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     if torch.compiler.is_compiling() and type(source) is not WeightSource:

@@ -128,7 +128,7 @@ class _Parallel(nn.Module):
 
 
 class ColumnParallel(_Parallel):
-    """y of this process's outputs [..., N / processes]; the gradient of x is that of the whole layer."""
+    """Computes y of this process's outputs [..., N / processes]; the gradient of x is that of the whole layer."""
 
     divided = ("weight", "grad")
 
@@ -142,7 +142,7 @@ class ColumnParallel(_Parallel):
 
 
 class RowParallel(_Parallel):
-    """y of the whole layer from this process's inputs [..., K / processes]; `bias` [N] is added once."""
+    """Computes y of the whole layer from this process's inputs [..., K / processes]; `bias` [N] is added once."""
 
     divided = ("input", "weight")
 

@@ -93,7 +93,9 @@ def product_of(
     need_x: bool,
     source: WeightSource,
 ) -> Tensor:
-    """y; if x was cast already (`x_rows`), only the type and the number of rows of x are read."""
+    """Compute y, the layer's output; if x was cast already (`x_rows`), only the type and the number of rows of x are
+    read.
+    """
     recipe, gemms = settings.recipe, settings.gemms
     if x_rows is None:
         return plain_product(x_MK, source.plain(weight, x_MK.dtype).t(), bias)
@@ -190,7 +192,7 @@ def _without_padding(product: Tensor, rows: int) -> Tensor:
 
 
 def plain_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """a times b in a's type; on a CPU in float32, where 16-bit products are slower by far, and rounded once."""
+    """Compute a times b in a's type; on a CPU in float32, where 16-bit products are slower by far, and rounded once."""
     wide = torch.float32 if a.device.type == "cpu" else a.dtype
     with torch.autocast(a.device.type, enabled=False):
         out = a.to(wide) @ b.to(wide)

@@ -224,7 +224,7 @@ class ShardGroup:
     members: list[ReferenceType[ShardedWeight]] = field(default_factory=list)
 
     def largest_of(self, weight: ShardedWeight, mesh: Any) -> Tensor:
-        """int32 [1]: the largest magnitude of all shards of a weight. Every process asks in the same order."""
+        """Find the largest magnitude of all shards of a weight, int32 [1]. Every process asks in the same order."""
         if all(member() is not weight for member in self.members):
             self.members.append(ref(weight))
         state = weight.state

@@ -249,7 +249,7 @@ def derived_layouts(
 
 
 def cast_together(wanted: Iterable[Wanted]) -> None:
-    """From now on cast these weights together when they have changed. On a CPU this does nothing."""
+    """Cast these weights together, from now on, when they have changed. On a CPU this does nothing."""
     named = {
         (_memory_key(weight), recipe, eps): (weight, recipe, eps) for weight, recipe, eps in wanted if weight.is_cuda
     }

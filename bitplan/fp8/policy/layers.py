@@ -144,7 +144,7 @@ def local_layers(parts: Iterable[ModelPart], parallel: Parallel) -> list[Layer]:
 
 
 def layers_of_shapes(text: str, part: str = "llm", tp: int = 1) -> list[Layer]:
-    """`12288x4096:norm,4096x4096`: dense layers by outputs and inputs of one GPU, with a norm in front or without."""
+    """Read `12288x4096:norm,4096x4096`: dense layers by outputs and inputs of one GPU, and if a norm is in front."""
     layers = []
     for item in dict.fromkeys(word.strip() for word in text.split(",")):
         size, _, norm = item.partition(":")
@@ -407,7 +407,7 @@ def _ratio(config: ConfigObject, hidden: int) -> int:
 
 
 def _moe_pattern(config: ConfigObject, key: str, blocks: int) -> list[int]:
-    """0 or 1 for each block: every n-th has experts, or a list says which, which may be spelt `[0]*3+[1]*58`."""
+    """Return 0 or 1 for each block: every n-th has experts, or a list says which, which may be spelt `[0]*3+[1]*58`."""
     value: Any = config.values.get(key)
     value = 1 if value is None else value
     if COUNT.holds(value):
@@ -422,7 +422,9 @@ def _moe_pattern(config: ConfigObject, key: str, blocks: int) -> list[int]:
 
 
 def _spelt_out(text: str) -> list[int] | None:
-    """`[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: it could backtrack."""
+    """Read `[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: it could
+    backtrack.
+    """
     if text.startswith("${") and text.endswith("}"):
         text = text[2:-1].partition(":")[2].strip()
     result: list[int] = []

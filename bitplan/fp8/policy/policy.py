@@ -129,7 +129,7 @@ def should_use_fp8(policy: Policy | str | Path, kind: str, num_tokens: int | Non
 
 
 def decide(policy: Policy, question: Question) -> Fp8Decision:
-    """`should_use_fp8` for a question that is already made."""
+    """Answer as `should_use_fp8` does, for a question that is already made."""
     missing = _missing(question)
     if missing:
         return _bf16(question, UNMEASURED, missing)

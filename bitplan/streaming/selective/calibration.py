@@ -73,7 +73,7 @@ class CalibrationError(MeasureError):
 
 
 class CalibrationFileError(CalibrationError, FileFormatError):
-    """A cache that cannot be read."""
+    """A file of a calibration that cannot be read."""
 
 
 class StaleCalibrationError(CalibrationFileError):
@@ -203,7 +203,7 @@ def tensors_of(batch: Any) -> list[Tensor]:
 
 
 def relative_error(reference: Tensor, output: Tensor) -> float | None:
-    """||reference - output|| / ||reference||; None where that is no number."""
+    """Compute ||reference - output|| / ||reference||; None where that is no number."""
     reference = reference.float()
     error = float(torch.linalg.vector_norm(reference - output.float()) / torch.linalg.vector_norm(reference))
     return finite_or_none(error)

@@ -48,14 +48,14 @@ def rounding_error(weight: Tensor, fmt: Format | str) -> Tensor:
 
 @torch.no_grad()
 def relative_output_error(inputs: Tensor, difference: Tensor, outputs: Tensor) -> Tensor:
-    """||(W - W_hat) x|| / ||y|| of a linear layer, a tensor of one number; NaN where the output is zero."""
+    """Compute ||(W - W_hat) x|| / ||y|| of a linear layer, a tensor of one number; NaN where the output is zero."""
     moved = linear_in_fast_type(inputs.reshape(-1, inputs.shape[-1]), difference)
     error: Tensor = torch.linalg.vector_norm(moved.float()) / torch.linalg.vector_norm(outputs.float())
     return error
 
 
 def linear_in_fast_type(inputs: Tensor, weight: Tensor) -> Tensor:
-    """x W^T in the type of x on a GPU; on a CPU, which may have no hardware for small floats, in float32."""
+    """Compute x W^T in the type of x on a GPU; on a CPU, which may have no hardware for small floats, in float32."""
     dtype = inputs.dtype if inputs.is_cuda else torch.float32
     return torch.nn.functional.linear(inputs.to(dtype), weight.to(dtype))
 
@@ -342,7 +342,7 @@ def collect_grad_stats(collector: GradStatsCollector, blocks: Mapping[str, Gradi
 
 @torch.no_grad()
 def impact_of(grad_output: Tensor, inputs: Tensor, difference: Tensor) -> Tensor:
-    """<dL/dy, (W - W_hat) x> of a linear layer y = W x, a tensor of one number in units of loss.
+    """Compute <dL/dy, (W - W_hat) x> of a linear layer y = W x, a tensor of one number in units of loss.
 
     The first-order rise of the loss if W_hat stands in for W is minus this. It needs no gradient of the weight, so it
     works for frozen weights too; for trained ones it equals <dL/dW, W - W_hat>. The product is computed in the type of

@@ -49,7 +49,7 @@ from bitplan.streaming.selective.precision_units import LinearUse, PrecisionUnit
 
 
 def sample_rows(count: int, most: int, key: str) -> list[int] | None:
-    """`most` rows of `count`, in order, each with weight count / most; None: all rows (most 0, or not fewer)."""
+    """Draw `most` rows of `count`, in order, each with weight count / most; None: all rows (most 0, or not fewer)."""
     if not most or most >= count:
         return None
     draw = random.Random(f"{key} {count} {most}").random
@@ -124,7 +124,7 @@ class LayerProbes:
         self._precisions = None
 
     def finish_step(self) -> dict[str, str]:
-        """After backward, drop incomplete impacts. Returns unit -> the first weight that was not measured."""
+        """Drop incomplete impacts, after backward. Returns unit -> the first weight that was not measured."""
         lacking = {}
         for unit in self._due - self._blind:
             uses = self._uses.get(unit, {})

@@ -228,7 +228,9 @@ def choose_rows(
 
 
 def final_queue(impacts: Mapping[str, float], first: int, total: int) -> list[tuple[int, str]]:
-    """(step, row): the greatest impact first, spread evenly from step `first` on, the last one before the last step."""
+    """List when each row is raised, as (step, row): the greatest impact first, spread evenly from step `first` on, the
+    last one before the last step.
+    """
     order = sorted(impacts, key=lambda name: -impacts[name])
     steps = max(1, total - 1 - first)
     return [(first + index * steps // max(1, len(order)), name) for index, name in enumerate(order)]

@@ -117,7 +117,7 @@ class _TrainerSteps:
         return self.policy.scalars()
 
     def synchronize(self) -> None:
-        """Before the trainer saves or ends: the model's Parameters become the trained weights."""
+        """Make the model's Parameters the trained weights, before the trainer saves or ends."""
         if self.trains:
             self.stream.synchronize()
 
@@ -389,7 +389,7 @@ class _FollowedOptimizer:
 
 
 def unwrapped(optimizer: Any) -> Any:
-    """torch's optimizer, out of a trainer's wrapper."""
+    """Return torch's optimizer inside a trainer's wrapper."""
     inner = getattr(optimizer, "optimizer", None)
     return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
 

@@ -581,7 +581,7 @@ class SelectivePrecisionPolicy(Closing):
         forward: Forward | None = None,
         progress: bool | OnProgress = True,
     ) -> CalibrationResult | None:
-        """Before the first step, measure the error of the config's formats on each unit; None if calibration is off."""
+        """Measure, before the first step, the error of the config's formats on each unit; None where that is off."""
         if not self.config.run_calibration:
             return None
         if self.applied is not None or self._step is not None:
@@ -621,7 +621,7 @@ class SelectivePrecisionPolicy(Closing):
         self.probes.watch(self.precisions, step, impacts=self._measures_impacts(step), all_high=is_first)
 
     def collect_block_grad_stats(self) -> None:
-        """After backward, before the optimizer: enqueue the statistics of this step's gradients."""
+        """Enqueue the statistics of this step's gradients; call it after backward, before the optimizer."""
         step = self._require_step("collect_block_grad_stats")
         self.probes.sleep()
         self._has_collected = True

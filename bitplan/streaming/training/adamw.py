@@ -184,7 +184,7 @@ class SmallMoments(NamedTuple):
         )
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """The numbers, in float32."""
+        """Decode both moments to float32."""
         first, second = self.first.float().div_(FIRST_CODES), self.second.float().div_(SECOND_CODES)
         return _times(first.mul_(first.abs()), self.first_scales), _times(second.square_(), self.second_scales)
 
@@ -246,7 +246,9 @@ def _blocks(numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _roots(numbers: Tensor, scales: Tensor) -> Tensor:
-    """sqrt(number / scale), in place; writes the scales. The largest number becomes 1; a block of zeros stays so."""
+    """Compute sqrt(number / scale) in place, and write the scales. The largest number becomes 1; a block of zeros stays
+    so.
+    """
     for part, of_blocks in _blocks(numbers, scales):
         torch.amax(part, 1, keepdim=True, out=of_blocks)
         part.div_(of_blocks.masked_fill(of_blocks == 0, 1))

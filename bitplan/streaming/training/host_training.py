@@ -204,7 +204,7 @@ class StepGradients:
             )
 
     def kind(self, key: Key) -> int:
-        """0 where a weight has no gradient yet, 1 where it has one in its own type, 2 where it is in float32."""
+        """Return 0 where a weight has no gradient yet, 1 where it has one in its own type, 2 where it is in float32."""
         block, name = key
         gradient = self.sums.get(key)
         return 0 if gradient is None else 1 if gradient.dtype == self.memory.specs[block][name].dtype else 2
@@ -402,7 +402,7 @@ class HostTraining:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> None:
-        """Open a step."""
+        """Open a step, whose gradients are collected from now on."""
         if not self._gradients.is_alive:
             self._replace_gradient_thread()
         self._finite.start()

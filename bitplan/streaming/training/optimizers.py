@@ -62,7 +62,7 @@ class HostOptimizer:
         return f"{self.kind.__module__}.{self.kind.__qualname__}"
 
     def open(self, master: Tensor) -> torch.optim.Optimizer:
-        """The optimizer of one master."""
+        """Make torch's optimizer for one master."""
         make: Callable[..., torch.optim.Optimizer] = self.kind
         return make([nn.Parameter(master, requires_grad=False)], lr=self.lr, **self.settings)
 
@@ -99,7 +99,7 @@ class HostOptimizer:
         return master
 
     def of(self, shape: tuple[int, ...]) -> Settings:
-        """The settings of a weight."""
+        """Return the settings for a weight of this shape."""
         if len(shape) == 2 or self.takes_vectors:
             return self
         return self.vectors or AdamWSettings(lr=self.lr)

@@ -57,7 +57,9 @@ def step_adamw(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> Non
 
 
 def step_small(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
-    """The same with states in little memory; `key` and `start` are of the random numbers (`SmallMoments.write`)."""
+    """Do one step of AdamW with states in little memory; `key` and `start` are of the random numbers
+    (`SmallMoments.write`).
+    """
     if explain_adamw(tensors).implementation == "torch":
         step_small_by_torch(tensors, rates, key, start)
         return
@@ -197,7 +199,7 @@ class TrainedWeight:
             )
 
     def divide(self, processes: Processes, settings: Settings) -> None:
-        """From now on step only this process's slice, and keep the master and the states of that alone."""
+        """Step only this process's slice from now on, and keep the master and the states of that alone."""
         self.require_steppable(settings, is_divided=True)
         states = self.read_states()
         self._processes = processes
@@ -216,7 +218,7 @@ class TrainedWeight:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def make_states(self) -> None:
-        """As AdamW does in its first step; here running out of memory does no harm."""
+        """Make the optimizer's states, as AdamW does in its first step; here running out of memory does no harm."""
         if self._states is None and self._optimizer is None:
             count = self._slice(self.shared).numel()
             small = SmallMoments.zeros(count) if self.moments == "int8" else None

@@ -44,7 +44,7 @@ class Mark:
 
 
 class Copied(NamedTuple):
-    """A copy's beginning and end."""
+    """Marks on a device's clock: where a copy began and where it ended."""
 
     start: Mark
     end: Mark
@@ -138,7 +138,9 @@ class StreamDevice(ABC):
         return copied
 
     def copy_all_in(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark, queue: Queue = "weights") -> Copied:
-        """`copy_in` for several pairs of target and source, one after another: the first start and the last end."""
+        """Do `copy_in` for several pairs of target and source, one after another; return the first start and the last
+        end.
+        """
         copied = self._copy_all("in", queue, pairs, after)
         self.bytes_in += sum(target.nbytes for target, _ in pairs)
         return copied
@@ -203,7 +205,7 @@ class SimulatedDevice(StreamDevice):
         """Nothing to do: all memory is the host's."""
 
     def _unpin(self, buffer: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing: memory of a simulated device is not pinned."""
 
     def spare_bytes(self) -> int:
         return self.total_bytes() - self.allocated_bytes

@@ -56,7 +56,7 @@ class ExpertStack:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert in the cache."""
+        """The bytes of one expert in the cache."""
         return sum(aligned(piece.nbytes // self.count) for piece in self.layout.pieces.values())
 
 

@@ -63,7 +63,7 @@ class HostBlocks(ABC):
 
 
 class MemoryHost(HostBlocks):
-    """Blocks in RAM."""
+    """Keeps the bytes of all blocks in RAM."""
 
     def __init__(self, device: StreamDevice, *, pinned: bool) -> None:
         self._device, self._pinned = device, pinned

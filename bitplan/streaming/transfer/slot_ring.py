@@ -189,13 +189,13 @@ class SlotRing:
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """From the first to behind the last byte of all buffers; other memory may lie between them."""
+        """The addresses from the first to behind the last byte of all buffers; other memory may lie between them."""
         spans = [(buffer.data_ptr(), buffer.nbytes) for buffer in self._buffers]
         return min(start for start, _ in spans), max(start + nbytes for start, nbytes in spans)
 
     @property
     def slot_blocks(self) -> list[int | None]:
-        """The block of each ring slot."""
+        """The block that each ring slot holds or is being filled with; None where it is empty."""
         return [slot.block for slot in self.slots]
 
     def find(self, block: int) -> RingSlot | None:
