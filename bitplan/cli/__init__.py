@@ -44,14 +44,14 @@ def run(arguments: Sequence[str] | None = None) -> int:
     from bitplan.cli.show import StoppedVerbError
 
     command = _command()
-    given = None if arguments is None else list(arguments)
+    words = None if arguments is None else list(arguments)
     try:
-        code = int(command.main(args=given, prog_name="bitplan", standalone_mode=False) or 0)
+        code = int(command.main(args=words, prog_name="bitplan", standalone_mode=False) or 0)
         return _interrupted() if code == INTERRUPTED else code  # newer typers turn Ctrl-C into a code
     except StoppedVerbError as stopped:
         return _fail(f"interrupted; {stopped}", code=INTERRUPTED)
     except (BitplanError, OSError, MemoryError) as error:
-        return _fail(_one_line(error, sys.argv[1:] if given is None else given))
+        return _fail(_one_line(error, sys.argv[1:] if words is None else words))
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()
     except Exception as error:
@@ -61,7 +61,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
             raise
         message = format_message()
         if message.startswith("No such command") and "Did you mean" not in message:
-            message = message.removesuffix(".") + _verbs_there(sys.argv[1:] if given is None else given)
+            message = message.removesuffix(".") + _verbs_there(sys.argv[1:] if words is None else words)
         if type(error).__name__ == "NoArgsIsHelpError":  # print the help; some versions have done so already
             print(message, end="\n" if message else "")
             return 2

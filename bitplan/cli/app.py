@@ -46,8 +46,8 @@ OLD_VERBS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(shown: bool) -> None:
+    if shown:
         print(f"bitplan {__version__}")
         raise typer.Exit
 
@@ -62,9 +62,9 @@ def _root(
 
 def _with_warning(old: str, new: str, verb: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(verb)
-    def run(*given: Any, **options: Any) -> Any:
+    def run(*values: Any, **options: Any) -> Any:
         print(f"bitplan: warning: `{old}` is `bitplan {new}` now; the next version has no `{old}`", file=sys.stderr)
-        return verb(*given, **options)
+        return verb(*values, **options)
 
     return run
 

@@ -215,9 +215,9 @@ def settled_certificate(
     """The certificate for weights that are written: an earlier one where they are the same files, bit for bit."""
     if earlier is None or fresh is None or earlier["plan_sha256"] != fresh["plan_sha256"]:
         return fresh
-    known = {name: digest for name, digest in earlier.get("files", {}).items() if name.endswith(".safetensors")}
-    same = {path.name for path in folder.glob("*.safetensors")} == known.keys()
-    return earlier if same and all(sha256_of(folder / name) == digest for name, digest in known.items()) else fresh
+    digests = {name: digest for name, digest in earlier.get("files", {}).items() if name.endswith(".safetensors")}
+    same = {path.name for path in folder.glob("*.safetensors")} == digests.keys()
+    return earlier if same and all(sha256_of(folder / name) == digest for name, digest in digests.items()) else fresh
 
 
 def write_certificate(folder: Path, certificate: Mapping[str, Any], names: Sequence[str] | None = None) -> None:
@@ -246,9 +246,9 @@ def certify_search(folder: Path, source: Path, files: Iterable[Path]) -> None:
 
 def certify_again(folder: Path, certificate: Mapping[str, Any] | None = None) -> None:
     """Write a certificate, or the one that is there, for the files that a search's folder has now, with its page."""
-    known = certificate or read_certificate(folder, None)
-    assert known is not None
-    write_certificate(folder, known, [name for name in SEARCH_FILES if (folder / name).is_file()])
+    current = certificate or read_certificate(folder, None)
+    assert current is not None
+    write_certificate(folder, current, [name for name in SEARCH_FILES if (folder / name).is_file()])
 
 
 def _covered(folder: Path) -> list[str]:
@@ -322,23 +322,25 @@ def byte_findings(path: Path, certificate: Mapping[str, Any], parts: Sequence[Pa
     files = certificate.get("files", {})
     if not path.is_dir():
         pairs = zip(parts[1:], files.values(), strict=True)
-        return [Finding("bytes", part.name, _CHANGED) for part, known in pairs if sha256_of(part) != known]
-    there, findings = _covered(path) if search_folder(path) is None else [*files], []
+        return [Finding("bytes", part.name, _CHANGED) for part, digest in pairs if sha256_of(part) != digest]
+    covered, findings = _covered(path) if search_folder(path) is None else [*files], []
     for name in natural_order(files):
-        if name not in there or not (path / name).is_file():
+        if name not in covered or not (path / name).is_file():
             findings.append(Finding("bytes", name, "missing: the folder had it when it was written; copy it again"))
         elif sha256_of(path / name) != files[name]:
             findings.append(Finding("bytes", name, _CHANGED))
-    added = [name for name in there if name not in files and name != CARD]
+    added = [name for name in covered if name not in files and name != CARD]
     return findings + [Finding("bytes", name, "added: the certificate knows nothing of it") for name in added]
 
 
 def source_findings(certificate: Mapping[str, Any], source: Path, files: Sequence[Path]) -> list[Finding]:
     """Whether a model is the one that was quantized, by the bytes of its weights."""
-    wanted, held = certificate["source"]["files"], {path.name: path for path in files}
-    if len(wanted) == len(held) == 1:  # a single file may be called otherwise now
-        wanted = dict.fromkeys(held, next(iter(wanted.values())))
-    differing = [name for name in natural_order(wanted) if name not in held or sha256_of(held[name]) != wanted[name]]
+    expected, paths = certificate["source"]["files"], {path.name: path for path in files}
+    if len(expected) == len(paths) == 1:  # a single file may be called otherwise now
+        expected = dict.fromkeys(paths, next(iter(expected.values())))
+    differing = [
+        name for name in natural_order(expected) if name not in paths or sha256_of(paths[name]) != expected[name]
+    ]
     text = "is missing, or has other bytes than the one that was quantized; give the model that this was made of"
     return [Finding("source", str(source), f"{name} {text}") for name in differing]
 
@@ -433,13 +435,13 @@ def _fields_of(card: Path) -> list[str]:
     lines = read_bytes(card, noun="model card").decode(errors="replace").splitlines()
     if not lines or lines[0].strip() != "---" or "---" not in lines[1:]:
         return []
-    kept, is_wanted = [], False
+    rest, is_wanted = [], False
     for line in lines[1 : lines.index("---", 1)]:
         if line[:1] not in (" ", "-", "#", ""):
             is_wanted = line.partition(":")[0] in _CARD_FIELDS
         if is_wanted and line.strip():
-            kept.append(line)
-    return kept
+            rest.append(line)
+    return rest
 
 
 # ---- the picture -----------------------------------------------------------------------------------------------------

@@ -186,11 +186,11 @@ def opened_as_here(source: Path, sizes: Mapping[str, int], opening: Callable[[],
     if not source.exists():
         raise StoreError(f"{source}: is not there {where}; give a path in a folder that all machines share")
     opened = opening()
-    if (seen := file_sizes(opened.files)) != sizes:
+    if (nbytes := file_sizes(opened.files)) != sizes:
         opened.close()
         raise StoreError(
-            f"{source}: is another model {where}: its files have {seen} bytes, expected {dict(sizes)}; give a path in "
-            "a folder that all machines share"
+            f"{source}: is another model {where}: its files have {nbytes} bytes, expected {dict(sizes)}; give a path "
+            "in a folder that all machines share"
         )
     return opened
 
@@ -263,23 +263,23 @@ class SentEncoded(NamedTuple):
     parts: dict[str, Any]
 
 
-def sent(made: Any) -> Any:
+def sent(result: Any) -> Any:
     """An answer with its tensors as arrays of bytes."""
     import torch
 
     from bitplan.formats.encoded import Encoded
 
-    if isinstance(made, torch.Tensor):
-        flat = made.detach().cpu().contiguous()
+    if isinstance(result, torch.Tensor):
+        flat = result.detach().cpu().contiguous()
         data = flat.reshape(-1).view(torch.uint8).numpy()
-        return SentTensor(str(made.dtype).removeprefix("torch."), tuple(made.shape), data)
-    if isinstance(made, Encoded):
-        return SentEncoded(made.fmt.name, made.shape, {name: sent(part) for name, part in made.parts.items()})
-    if isinstance(made, (tuple, list)):
-        return [sent(item) for item in made]
-    if isinstance(made, dict):
-        return {key: sent(item) for key, item in made.items()}
-    return made
+        return SentTensor(str(result.dtype).removeprefix("torch."), tuple(result.shape), data)
+    if isinstance(result, Encoded):
+        return SentEncoded(result.fmt.name, result.shape, {name: sent(part) for name, part in result.parts.items()})
+    if isinstance(result, (tuple, list)):
+        return [sent(item) for item in result]
+    if isinstance(result, dict):
+        return {key: sent(item) for key, item in result.items()}
+    return result
 
 
 def received(answer: Any) -> Any:

@@ -146,21 +146,21 @@ def _counted(ours: _Effective, theirs: _Effective) -> list[str]:
 
 def _effective(model: Weights) -> _Effective:
     if not isinstance(model, nn.Module):
-        given = {
+        stored = {
             name: _weight(name, value)
             for name, value in model.items()
             if (isinstance(value, Encoded) or value.is_floating_point() or value.is_complex())
         }
-        return _Effective(given, frozenset(given), frozenset(model.keys() - given.keys()), is_model=False)
+        return _Effective(stored, frozenset(stored), frozenset(model.keys() - stored.keys()), is_model=False)
     weights: dict[str, ReadableTensor] = {}
     first_names: dict[tuple[int, str | None], str] = {}
-    for place in named_parameters_of(model):
-        slot, weight = slots_of(place.module).get(place.local), _weight(place.name, place.parameter)
+    for named in named_parameters_of(model):
+        slot, weight = slots_of(named.module).get(named.local), _weight(named.name, named.parameter)
         if slot is not None:
             decoded = functools.partial(slot.store.simulate, slot.fmt)
             weight = replace(weight, format=slot.fmt.name, pieces=functools.partial(_once, decoded))
-        weights[place.name] = weight
-        first_names.setdefault((id(place.parameter), weight.format), place.name)
+        weights[named.name] = weight
+        first_names.setdefault((id(named.parameter), weight.format), named.name)
     for name, module in encoded_modules_of(model).items():  # weights that a plan packed
         weights[name] = _weight(name, module.encoded)
         first_names.setdefault((id(module), weights[name].format), name)

@@ -66,11 +66,11 @@ class _Count:
     count: int = 0
     first: int = 0
 
-    def add(self, flags: Tensor, places: Tensor) -> None:
+    def add(self, flags: Tensor, positions: Tensor) -> None:
         """Add flags or counts of some blocks, whose indices among all blocks are `places`."""
         count = int(flags.sum())
         if count and not self.count:
-            self.first = int(places[(flags.reshape(-1) != 0).int().argmax()])
+            self.first = int(positions[(flags.reshape(-1) != 0).int().argmax()])
         self.count += count
 
 
@@ -93,12 +93,12 @@ def check_packed(packed: PackedTensor, done: OnBytes) -> list[Finding]:
                 continue
         encoded = packed.read(start, stop)
         base = encoded.base
-        places = range(start * blocks_per_step, stop * blocks_per_step)
+        positions = range(start * blocks_per_step, stop * blocks_per_step)
         if not _is_sound(encoded):
             picked = _suspects(encoded)
             flags = block_flags(_blocks_at(encoded, picked))
             for name in _FLAGS:
-                counts[name].add(getattr(flags, name), picked + places.start)
+                counts[name].add(getattr(flags, name), picked + positions.start)
     return list(_findings(packed, counts, blocks, base))
 
 
@@ -186,11 +186,11 @@ def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes
     a manifest, norms are recognised by name. `on_bytes(count, name)` is called as the pass goes on, with counts that
     add up to the file's tensors.
     """
-    left = {name: spec.nbytes for name, spec in file.specs.items()}
+    unread = {name: spec.nbytes for name, spec in file.specs.items()}
 
     def done(count: int, name: str) -> None:
-        count = min(count, left[name])  # the codes of a pair are read together with its scales
-        left[name] -= count
+        count = min(count, unread[name])  # the codes of a pair are read together with its scales
+        unread[name] -= count
         if on_bytes:
             on_bytes(count, name)
 
@@ -200,7 +200,7 @@ def deep_check(manifest: Manifest | None, file: TensorFile, *, on_bytes: OnBytes
         if damaged := file.damaged_parts(name):
             message = f"its {' and '.join(damaged)}: other bytes than were written; copy or write the file again"
             findings.append(Finding("checksum", name, message))
-        done(left[name], name)
+        done(unread[name], name)
     return findings
 
 

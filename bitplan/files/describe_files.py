@@ -57,18 +57,18 @@ def describe_tensors(specs: Sequence[TensorSpec], folder: Path, example: Any = N
     """The same of tensors by the names that a folder's config has for them; `joined` has names of theirs alone."""
     named = view_by_names((spec.name, tuple(spec.shape), spec.format) for spec in specs)
     try:
-        seen = describe_module(empty_model(folder), example)
+        view = describe_module(empty_model(folder), example)
     except (PlanError, FileFormatError, MissingLibraryError) as error:
         return replace(named, notes=(*named.notes, str(error)))
-    joined = [group for group in seen.joined if all(name in named.by_name for name in group)]
-    joined += [group for group in named.joined if not any(name in seen.by_name for name in group)]
-    return replace(seen, tensors=tuple(_with_files(seen, named, specs)), joined=tuple(joined))
+    joined = [group for group in view.joined if all(name in named.by_name for name in group)]
+    joined += [group for group in named.joined if not any(name in view.by_name for name in group)]
+    return replace(view, tensors=tuple(_with_files(view, named, specs)), joined=tuple(joined))
 
 
-def _with_files(seen: ModelView, named: ModelView, specs: Iterable[TensorSpec]) -> Iterable[TensorRecord]:
+def _with_files(view: ModelView, named: ModelView, specs: Iterable[TensorSpec]) -> Iterable[TensorRecord]:
     """The file's tensors, with what was seen of those that the model has under the same name."""
     for spec in specs:
-        record = seen.by_name.get(spec.name)
+        record = view.by_name.get(spec.name)
         if record is None:
             yield named.by_name[spec.name]
         else:
@@ -132,7 +132,7 @@ def model_class(folder: Path, config: Any) -> Any:
             f"{transformers.__version__}; code that comes with a model is not run"
         )
     for auto in (transformers.AutoModelForCausalLM, transformers.AutoModel):
-        known = auto._model_mapping.get(type(config), None)
-        if known is not None:
-            return known[0] if isinstance(known, tuple | list) else known
+        classes = auto._model_mapping.get(type(config), None)
+        if classes is not None:
+            return classes[0] if isinstance(classes, tuple | list) else classes
     raise FileFormatError(f"{folder / CONFIG}: transformers has no model of type {config.model_type!r:.80}")

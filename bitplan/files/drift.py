@@ -158,10 +158,10 @@ def measure_drift(
 
 
 def _layers_of(model: nn.Module) -> Iterator[DriftLayer]:
-    formats, seen = formats_of(model), set()
+    formats, counted = formats_of(model), set()
     for name, store in stores_of(model).items():
-        if (id(store), formats[name].name) not in seen:  # tied weights count once
-            seen.add((id(store), formats[name].name))
+        if (id(store), formats[name].name) not in counted:  # tied weights count once
+            counted.add((id(store), formats[name].name))
             yield DriftLayer(name, store.master, store.morph(formats[name]))
 
 

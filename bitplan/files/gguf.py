@@ -219,8 +219,8 @@ class GGUFFile(ContainerFile[GGUFTensor]):
             return {}
         listed = f"{zlib.crc32(self._read_bytes('the list of tensors', start, stop - start)):08x}"
         text, where = str(stored.value), f"{self.path}: metadata {CHECKSUMS!r}"
-        known = parse_checksums(text, ["", *self.tensors], where)
-        return {name: known[name] for name in self.tensors} if text.startswith(listed) and known else {}
+        checksums = parse_checksums(text, ["", *self.tensors], where)
+        return {name: checksums[name] for name in self.tensors} if text.startswith(listed) and checksums else {}
 
     def _place(self, infos: Sequence[tuple[str, Any, tuple[int, ...], int]], first: int) -> dict[str, GGUFTensor]:
         """Check the offsets against the sizes: aligned, one after the other, up to the end of the file."""
@@ -264,11 +264,11 @@ class _Header:
         self._strings = self._arrays = 0
 
     def take(self, nbytes: int, what: str) -> bytes:
-        left = self._end - self.position
-        raw = self._file.read(nbytes) if nbytes <= left else b""
+        remaining = self._end - self.position
+        raw = self._file.read(nbytes) if nbytes <= remaining else b""
         if len(raw) < nbytes:
             raise FileFormatError(
-                f"{self.path}: {what} at byte {self.position} needs {nbytes} bytes, {left} are left "
+                f"{self.path}: {what} at byte {self.position} needs {nbytes} bytes, {remaining} are left "
                 f"(a header may take {MAX_HEADER_BYTES}); the file is cut short or damaged"
             )
         self.position += nbytes
@@ -279,10 +279,10 @@ class _Header:
 
     def count(self, what: str, least_bytes: int, most: int | None = None) -> int:
         count = self.number("Q", f"the number of {what}")
-        left = self._end - self.position
-        if count > left // least_bytes:
+        remaining = self._end - self.position
+        if count > remaining // least_bytes:
             raise FileFormatError(
-                f"{self.path}: {count} {what[:80]} before byte {self.position} cannot fit in the {left} bytes left"
+                f"{self.path}: {count} {what[:80]} before byte {self.position} cannot fit in the {remaining} bytes left"
             )
         if most is not None and count > most:
             raise FileFormatError(f"{self.path}: {count} {what[:80]}, at most {most} are read")
@@ -345,8 +345,8 @@ class _Header:
             try:
                 text.decode()
             except UnicodeDecodeError as error:
-                place = f"{what} before byte {self.position}"
-                raise FileFormatError(f"{self.path}: {place} is not UTF-8: {error}") from None
+                location = f"{what} before byte {self.position}"
+                raise FileFormatError(f"{self.path}: {location} is not UTF-8: {error}") from None
             raw += head
             raw += text
         return bytes(raw)
@@ -361,8 +361,8 @@ class _Header:
         shape = tuple([self.number("Q", f"the shape of {what}") for _ in range(rank)][::-1])
         number = self.number("I", f"the type of {what}")
         if number not in GGML_QUANT_SIZES:
-            known = ", ".join(f"{kind.value} {kind.name}" for kind in GGML_QUANT_SIZES)
-            raise FileFormatError(f"{self.path}: {what} has type {number}, known to the installed gguf are: {known}")
+            types = ", ".join(f"{kind.value} {kind.name}" for kind in GGML_QUANT_SIZES)
+            raise FileFormatError(f"{self.path}: {what} has type {number}, known to the installed gguf are: {types}")
         kind = GGMLQuantizationType(number)
         if fault := _shape_fault(kind, shape):
             raise FileFormatError(f"{self.path}: {what}: {fault}")
@@ -386,12 +386,12 @@ def _check_version(header: _Header) -> int:
 
 
 def _check_alignment(metadata: Mapping[str, GGUFValue], where: str) -> int:
-    given = metadata.get("general.alignment", GGUFValue(GGUFValueType.UINT32, DEFAULT_ALIGNMENT))
-    alignment = given.value if given.type == GGUFValueType.UINT32 else 0
+    stored = metadata.get("general.alignment", GGUFValue(GGUFValueType.UINT32, DEFAULT_ALIGNMENT))
+    alignment = stored.value if stored.type == GGUFValueType.UINT32 else 0
     if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
         raise FileFormatError(
             f"{where}: general.alignment must be a UINT32 power of two up to {MAX_ALIGNMENT}, "
-            f"got {given.type.name} {repr(given.value)[:80]}"
+            f"got {stored.type.name} {repr(stored.value)[:80]}"
         )
     return int(alignment)
 
@@ -434,23 +434,23 @@ def dequantize_rows(raw: torch.Tensor, type: GGMLQuantizationType) -> torch.Tens
         with np.errstate(all="ignore"):  # damaged scales give inf and NaN, not warnings
             return torch.from_numpy(dequantize(raw.cpu().contiguous().numpy(), type).reshape(shape))
     except NotImplementedError:
-        known = ", ".join(kind.name for kind in dequantizable_types())
-        raise StoreError(f"the installed gguf cannot decode {type.name}; it can decode: {known}") from None
+        types = ", ".join(kind.name for kind in dequantizable_types())
+        raise StoreError(f"the installed gguf cannot decode {type.name}; it can decode: {types}") from None
 
 
 def dequantizable_types() -> list[GGMLQuantizationType]:
     """The types that `dequantize_rows` takes, found by decoding one block of zeros of each type."""
     from gguf.quants import dequantize
 
-    known = list(_PLAIN_DTYPES)
+    types = list(_PLAIN_DTYPES)
     for kind, (_, block_bytes) in GGML_QUANT_SIZES.items():
         if kind not in _PLAIN_DTYPES:
             try:
                 dequantize(np.zeros((1, block_bytes), np.uint8), kind)
             except NotImplementedError:
                 continue
-            known.append(kind)
-    return sorted(known)
+            types.append(kind)
+    return sorted(types)
 
 
 @contextmanager
@@ -564,7 +564,7 @@ class SplitGGUF(GGUFFile):
                     )
                 self._part_of[name] = part
         self.tensors = {name: part.tensors[name] for name, part in self._part_of.items()}
-        self.checksums = {name: known for part in parts for name, known in part.checksums.items()}
+        self.checksums = {name: checksum for part in parts for name, checksum in part.checksums.items()}
 
     @property
     def parts(self) -> list[Path]:
@@ -590,21 +590,21 @@ class SplitGGUF(GGUFFile):
 def open_gguf(path: str | Path) -> GGUFFile:
     """A GGUF file, or all parts of the split model that it belongs to."""
     with ExitStack() as opened:
-        given = opened.enter_context(GGUFFile(path))
-        named = PART_NAME.fullmatch(given.path.name)
-        count = _number(given, "count", default=1)
+        part = opened.enter_context(GGUFFile(path))
+        named = PART_NAME.fullmatch(part.path.name)
+        count = _number(part, "count", default=1)
         if count == 1 and (named is None or int(named["count"]) == 1):
             opened.pop_all()
-            return given
-        if named is None or (int(named["number"]), int(named["count"])) != (_number(given, "no") + 1, count):
-            says = f"part {_number(given, 'no') + 1} of {count}" if count > 1 else "nothing of parts"
+            return part
+        if named is None or (int(named["number"]), int(named["count"])) != (_number(part, "no") + 1, count):
+            says = f"part {_number(part, 'no') + 1} of {count}" if count > 1 else "nothing of parts"
             raise FileFormatError(
-                f"{given.path}: its metadata says {says}, which its name must say too, "
+                f"{part.path}: its metadata says {says}, which its name must say too, "
                 f"as NAME-00001-of-{count:05d}.gguf; name the file as it was published"
             )
         stem, given_number = named["stem"], int(named["number"])
         files = [
-            given if number == given_number else opened.enter_context(_open_part(given, stem, number, count))
+            part if number == given_number else opened.enter_context(_open_part(part, stem, number, count))
             for number in range(1, count + 1)
         ]
         _require_one_run(files)
@@ -619,11 +619,11 @@ def open_gguf(path: str | Path) -> GGUFFile:
         return split
 
 
-def _open_part(given: GGUFFile, stem: str, number: int, count: int) -> GGUFFile:
-    path = given.path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf")
+def _open_part(opened: GGUFFile, stem: str, number: int, count: int) -> GGUFFile:
+    path = opened.path.with_name(f"{stem}-{number:05d}-of-{count:05d}.gguf")
     if not path.is_file():
         raise FileFormatError(
-            f"{given.path}: the model is split into {count} parts, and {path.name!r} is missing; "
+            f"{opened.path}: the model is split into {count} parts, and {path.name!r} is missing; "
             "put all parts into one folder"
         )
     part = GGUFFile(path, stays_open=count <= MOST_OPEN)

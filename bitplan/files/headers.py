@@ -34,8 +34,8 @@ def is_gguf(path: str | Path) -> bool:
 
 def plan_of_stored(file: TensorFile, names: Sequence[str] | None = None) -> Plan:
     """Every tensor of a file, or some of them, as it is."""
-    known = (*file.specs, *file.tied) if names is None else names
-    return choose_formats({name: file.spec(name) for name in known}, {}, where=str(file.path))
+    listed = (*file.specs, *file.tied) if names is None else names
+    return choose_formats({name: file.spec(name) for name in listed}, {}, where=str(file.path))
 
 
 def plan_for_file(
@@ -90,8 +90,8 @@ def _wide_norms(plan: Plan) -> Plan:
     """The plan with tensors of one axis in float32: llama.cpp takes norms and biases only so."""
     changed = dict(plan.entries)
     for name, entry in plan.entries.items():
-        held = entry.stored or entry.choice.format
-        if entry.shape is not None and len(entry.shape) == 1 and held in ("float16", "bfloat16"):
+        fmt = entry.stored or entry.choice.format
+        if entry.shape is not None and len(entry.shape) == 1 and fmt in ("float16", "bfloat16"):
             reason = f"{entry.choice.reason}; one axis is float32 in GGUF"
             choice = Choice("float32", reason, cause=entry.choice.cause)
             changed[name] = Planned(choice, entry.shape, entry.role, entry.part)

@@ -140,7 +140,7 @@ def write_imatrix(
 
 def gguf_names(names: Iterable[str]) -> dict[str, str]:
     """Names of a llama-like Hugging Face model -> those in GGUF; what gguf-py does not know is left out."""
-    known = list(names)
-    layers = 1 + max((int(number[1]) for name in known if (number := re.search(r"\.(\d+)\.", name))), default=0)
+    listed = list(names)
+    layers = 1 + max((int(number[1]) for name in listed if (number := re.search(r"\.(\d+)\.", name))), default=0)
     table = get_tensor_name_map(MODEL_ARCH.LLAMA, layers)
-    return {name: new for name in known if (new := table.get_name(name, try_suffixes=(".weight",))) is not None}
+    return {name: new for name in listed if (new := table.get_name(name, try_suffixes=(".weight",))) is not None}

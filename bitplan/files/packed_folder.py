@@ -453,10 +453,10 @@ def write_packed_folder(
     replaces = functools.partial(_model_files, keeps_tokenizer=keeps_tokenizer)
     with atomic_folder(output, replaces=replaces if force else None) as folder:
         for shard in contents.shards:
-            place = folder / shard.name
-            place.parent.mkdir(parents=True, exist_ok=True)
+            file = folder / shard.name
+            file.parent.mkdir(parents=True, exist_ok=True)
             metadata = {**shard.metadata, **({} if contents.plan is None else {CHECKSUMS: ""})}  # of our own layout
-            with write_tensors(place, shard.tensors, metadata=metadata, tied=shard.tied) as writer:
+            with write_tensors(file, shard.tensors, metadata=metadata, tied=shard.tied) as writer:
                 write_shard(writer, shard.tensors)
         if [shard.name for shard in contents.shards] != [WHOLE]:
             write_json(folder / INDEX, index_of(contents.shards))

@@ -187,8 +187,8 @@ class PolyNetwork:
         """
         layers = [_layer_of(name, _exportable(name, item), index) for index, (name, item) in enumerate(tensors.items())]
         cell = {"depth": 1, "rows": 1, "cols": 1, "layers_per_cell": len(layers)}
-        said = {} if certificate is None else {CERTIFICATE: certificate}
-        document = {"codec": CODEC, **said, "id": "bitplan", **cell, "layers": layers}
+        sealed = {} if certificate is None else {CERTIFICATE: certificate}
+        document = {"codec": CODEC, **sealed, "id": "bitplan", **cell, "layers": layers}
         return _NetworkReader("network 'bitplan'", document).network()
 
 
@@ -317,7 +317,7 @@ class _NetworkReader:
     def network(self) -> PolyNetwork:
         tensors = self.tensors()
         checked = self.ours and len(self.checksums) == len(tensors)
-        wrong = {name for name, said in self.checksums.items() if _checksum(cast(Encoded, tensors[name])) != said}
+        wrong = {name for name, crc in self.checksums.items() if _checksum(cast(Encoded, tensors[name])) != crc}
         return PolyNetwork(self.document, tensors, frozenset(wrong), checked)
 
     def tensors(self) -> Mapping[str, Weights]:

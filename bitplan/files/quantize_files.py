@@ -472,9 +472,9 @@ class Quantization(Closing):
         if self._cluster is None:
             yield from map(self._encoder.make, jobs)
             return
-        made = self._cluster.map(self._opening, [job for job in jobs if not self._encoder.copies(job)])
+        results = self._cluster.map(self._opening, [job for job in jobs if not self._encoder.copies(job)])
         for job in jobs:
-            yield self._encoder.make(job) if self._encoder.copies(job) else next(made)
+            yield self._encoder.make(job) if self._encoder.copies(job) else next(results)
 
 
 @dataclass(frozen=True)
@@ -517,10 +517,10 @@ class TensorEncoder:
         from bitplan.formats.dispatch import encode
         from bitplan.formats.quantization_error import error_report, sample
 
-        file, how, (name, wanted) = self._file, self._how, job
-        if wanted is None or self.copies(job):
+        file, how, (name, fmt_name) = self._file, self._how, job
+        if fmt_name is None or self.copies(job):
             return file.read(name), _lost(None)
-        fmt, where = get_format(wanted), f"{file.path}: {name}"
+        fmt, where = get_format(fmt_name), f"{file.path}: {name}"
         numbers = file.read_float(name)
         if name in how.transposed:
             numbers = numbers.transpose(1, 2).contiguous()
@@ -529,8 +529,8 @@ class TensorEncoder:
         if fmt.is_cast:
             encoded = _cast(finite(numbers, how.nonfinite, where), fmt, where)
         elif self.evidence is not None and self.evidence.has(owner):
-            whole = finite(numbers, how.nonfinite, where)
-            encoded, rounding = self.evidence.round(owner, whole, fmt, pad=how.pad, where=where)
+            numbers_ = finite(numbers, how.nonfinite, where)
+            encoded, rounding = self.evidence.round(owner, numbers_, fmt, pad=how.pad, where=where)
             figures = {"rounding": rounding.to_dict()}
         else:
             encoded = encode(numbers, fmt, scale_rule=how.scale_rule, pad=how.pad, nonfinite=how.nonfinite, name=where)

@@ -137,7 +137,7 @@ class WeightEvidence:
     @property
     def notes(self) -> list[str]:
         """A line where nothing says of which weights the statistics are."""
-        owners = [expert_name(own.name, 0) if name in self.stacks else own.name for name, own in self.names.items()]
+        owners = [expert_name(new.name, 0) if name in self.stacks else new.name for name, new in self.names.items()]
         if all(self.file.digest(owner) is not None for owner in owners):
             return []
         return [
@@ -217,8 +217,8 @@ def _stacked(items: Sequence[Encoded]) -> Encoded:
 
     first = items[0]
     parts = {
-        part: torch.stack([item.parts[part] for item in items]) if own.dim() else own
-        for part, own in first.parts.items()
+        part: torch.stack([item.parts[part] for item in items]) if tensor.dim() else tensor
+        for part, tensor in first.parts.items()
     }
     return Encoded(first.fmt, (len(items), *first.shape), **parts)
 

@@ -123,8 +123,8 @@ class SafetensorsFile(ContainerFile[TensorSpec]):
                 f"and the format allows {MAX_HEADER_BYTES}"
             )
         document = parse_json(self._json_header(length), where=f"{self.path}: header")
-        said = document.pop("__metadata__", None)
-        self.metadata = {} if said is None else _check_metadata(said, where=str(self.path))  # MLX writes null for none
+        metadata = document.pop("__metadata__", None)  # MLX writes null for none
+        self.metadata = {} if metadata is None else _check_metadata(metadata, where=str(self.path))
         entries = [self._parse_entry(name, fields, 8 + length) for name, fields in document.items()]
         entries.sort(key=lambda entry: (entry.start, entry.nbytes, entry.name))
         end = 8 + length

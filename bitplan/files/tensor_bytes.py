@@ -64,8 +64,8 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
     def is_damaged(self, name: str) -> bool:
         """Whether a tensor's bytes are not those that were written; False where the file has no checksums."""
         entry = self._entry(name)
-        wanted = self.checksums.get(name)
-        return wanted is not None and self._checksum(f"tensor {name!r}", entry.start, entry.nbytes) != wanted
+        expected = self.checksums.get(name)
+        return expected is not None and self._checksum(f"tensor {name!r}", entry.start, entry.nbytes) != expected
 
     def _entry(self, name: str) -> Entry:
         if name not in self.tensors:
@@ -149,15 +149,15 @@ def take_certificate(metadata: dict[str, Any]) -> str | None:
 
 def sealed_sha256(path: str | Path, seal: str = SEAL) -> str | None:
     """The hash of a file that holds its own, with `SEAL` in its place; None where the file does not hold it."""
-    digest, rest, kept = hashlib.sha256(), b"", len(SEAL) - 1  # bytes in which the place may begin
+    digest, rest, overlap = hashlib.sha256(), b"", len(SEAL) - 1  # bytes in which the place may begin
     with open(path, "rb") as file:
         while piece := file.read(_HASHED_AT_ONCE):
             rest += piece
-            if kept and seal.encode() in rest:
-                rest, kept = rest.replace(seal.encode(), SEAL.encode(), 1), 0
-            digest.update(rest[: len(rest) - kept])
-            rest = rest[len(rest) - kept :] if kept else b""
-    return None if kept else digest.hexdigest()
+            if overlap and seal.encode() in rest:
+                rest, overlap = rest.replace(seal.encode(), SEAL.encode(), 1), 0
+            digest.update(rest[: len(rest) - overlap])
+            rest = rest[len(rest) - overlap :] if overlap else b""
+    return None if overlap else digest.hexdigest()
 
 
 def parse_checksums(text: str, names: Sequence[str], where: str) -> dict[str, int]:

@@ -112,10 +112,10 @@ class TensorFile(Closing, ABC):
 
     def spec(self, name: str) -> TensorSpec:
         """The header entry of a tensor; a tied name gives that of the tensor it shares."""
-        known = self.tied.get(name, name)
-        if known not in self.specs:
+        stored = self.tied.get(name, name)
+        if stored not in self.specs:
             raise StoreError(f"{self.path}: no tensor {name!r}{did_you_mean(name, self.specs)}")
-        return self.specs[known]
+        return self.specs[stored]
 
 
 def _scale_names(name: str) -> Iterator[str]:

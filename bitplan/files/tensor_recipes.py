@@ -88,14 +88,14 @@ def assign(model: nn.Module, file: TensorFile, where: str) -> Assignment:
 
 def fit_to_model(model: nn.Module, file: TensorFile) -> tuple[Assignment, dict[str, list[str]]]:
     """A recipe for every tensor of a model that the file has, and what does not fit, by kind."""
-    held = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    targets, converters = _targets(model, held, [*file.specs, *file.tied])
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    targets, converters = _targets(model, shapes, [*file.specs, *file.tied])
     grouped: dict[str, dict[str, list[str]]] = {}
     for name in targets:
         target, pattern = targets[name]
-        if target in held and name in file.specs:
+        if target in shapes and name in file.specs:
             grouped.setdefault(target, {}).setdefault(pattern or name, []).append(name)
-    unknown = [name for name, (target, _) in targets.items() if target not in held]
+    unknown = [name for name, (target, _) in targets.items() if target not in shapes]
     recipes = []
     for target, sources in grouped.items():
         converter = converters.get(next(iter(sources)))
@@ -108,9 +108,11 @@ def fit_to_model(model: nn.Module, file: TensorFile) -> tuple[Assignment, dict[s
     ties = dict((one, other) if other in filled else (other, one) for one, other in half_made)
     unread = [name for name in unknown if _is_computed(model, name)]
     faults = {
-        "missing": [name for name in held if name not in filled and name not in ties],
+        "missing": [name for name in shapes if name not in filled and name not in ties],
         "unknown": [name for name in unknown if name not in unread],
-        "shape": [text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, held, file)))],
+        "shape": [
+            text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, shapes, file)))
+        ],
         "packing": [text for recipe in recipes if (text := _packing_fault(recipe, file))],
     }
     return Assignment(tuple(recipes), ties, tuple(unread)), faults
@@ -126,8 +128,8 @@ _KINDS = {
 
 def listed_faults(faults: Mapping[str, Sequence[str]]) -> str:
     """'3 missing: a, b, c; 1 unknown to the model: d'."""
-    found = ((_KINDS[kind], natural_order(names)) for kind, names in faults.items() if names)
-    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in found)
+    listed = ((_KINDS[kind], natural_order(names)) for kind, names in faults.items() if names)
+    return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in listed)
 
 
 def require_whole_model(file: TensorFile, folder: Path, otherwise: str = "") -> list[str]:
@@ -160,7 +162,7 @@ def shortened(faults: Sequence[str]) -> str:
 
 
 def _targets(
-    model: nn.Module, held: Mapping[str, tuple[int, ...]], names: Sequence[str]
+    model: nn.Module, own_shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
     """For each name of the file the model's name and the pattern of its converter; and the converters by pattern."""
     if not hasattr(model, "base_model_prefix"):
@@ -174,8 +176,8 @@ def _targets(
     prefix: Any = model.base_model_prefix
     targets: dict[str, tuple[str, str | None]] = {}
     for name in sorted(names, key=theirs.dot_natural_key):
-        renamed = theirs.rename_source_key(name, renamings, converters, prefix, held)
-        targets[name] = (name, None) if renamed[0] not in held and name in held else renamed
+        renamed = theirs.rename_source_key(name, renamings, converters, prefix, own_shapes)
+        targets[name] = (name, None) if renamed[0] not in own_shapes and name in own_shapes else renamed
     return targets, {pattern: entry for entry in converters for pattern in entry.source_patterns}
 
 
@@ -244,10 +246,10 @@ def _is_computed(model: nn.Module, name: str) -> bool:
 
 
 def _shapes_in(
-    model: nn.Module, recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]], file: TensorFile
+    model: nn.Module, recipe: TensorRecipe, own_shapes: Mapping[str, tuple[int, ...]], file: TensorFile
 ) -> dict[str, tuple[int, ...]]:
     """The shapes of a recipe's tensors in the file: packed ones have outputs as rows, however the model holds them."""
-    shapes = {target: held[target] for target in recipe.targets if target in held}
+    shapes = {target: own_shapes[target] for target in recipe.targets if target in own_shapes}
     if recipe.format_in(file) is None:
         return shapes
     parts = {target: target.rpartition(".") for target in shapes}
@@ -264,11 +266,11 @@ def _shape_in_file(module: nn.Module, local: str, shape: tuple[int, ...]) -> tup
     return (shape[0], shape[2], shape[1]) if is_turned else shape
 
 
-def _shape_fault(recipe: TensorRecipe, held: Mapping[str, tuple[int, ...]]) -> str | None:
+def _shape_fault(recipe: TensorRecipe, own_shapes: Mapping[str, tuple[int, ...]]) -> str | None:
     if recipe.converter is not None:
         return None  # transformers' own steps decide; their result is compared with the model later
     target, came = recipe.targets[0], shape_of(recipe.pieces)
-    return None if came == held[target] else f"{target} (the file has {came}, the model {held[target]})"
+    return None if came == own_shapes[target] else f"{target} (the file has {came}, the model {own_shapes[target]})"
 
 
 def shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
@@ -278,8 +280,8 @@ def shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
         return first.shape
     rows = max(piece.start + piece.shape[0] for piece in pieces)
     items = {piece.item for piece in pieces}
-    whole = sum(piece.shape[0] for piece in pieces) == rows * len(items)
-    if not whole or any(piece.shape[1:] != first.shape[1:] for piece in pieces):
+    complete = sum(piece.shape[0] for piece in pieces) == rows * len(items)
+    if not complete or any(piece.shape[1:] != first.shape[1:] for piece in pieces):
         return None
     return (rows, *first.shape[1:]) if first.item is None else (len(items), rows, *first.shape[1:])
 

@@ -55,15 +55,15 @@ def require_complete(info: Mapping[str, Any], where: str) -> None:
     errors = [foreign_reason(error) for error in info.get("error_msgs") or ()]
     faults = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
     if any(names for _, names in faults):
-        message = "; ".join(listed_names(what, names) for what, names in faults if names)
+        message = "; ".join(listed_names(fault, names) for fault, names in faults if names)
         raise FileFormatError(f"{where}: the file does not fit the model of its config: {message}")
 
 
-def listed_names(what: str, names: Iterable[str]) -> str:
+def listed_names(fault: str, names: Iterable[str]) -> str:
     """'3 missing: a, b and 1 more'."""
-    known = list(names)
-    more = f" and {len(known) - MOST_NAMES_SHOWN} more" if len(known) > MOST_NAMES_SHOWN else ""
-    return f"{len(known)} {what}: {', '.join(known[:MOST_NAMES_SHOWN])}{more}"
+    listed = list(names)
+    more = f" and {len(listed) - MOST_NAMES_SHOWN} more" if len(listed) > MOST_NAMES_SHOWN else ""
+    return f"{len(listed)} {fault}: {', '.join(listed[:MOST_NAMES_SHOWN])}{more}"
 
 
 def foreign_reason(error: object) -> str:

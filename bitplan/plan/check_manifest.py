@@ -76,8 +76,8 @@ def check_headers(manifest: Manifest, headers: Headers) -> list[Finding]:
 def _as_spec(header: TensorSpec | tuple[str, tuple[int, ...], int]) -> TensorSpec:
     if isinstance(header, TensorSpec):
         return header
-    held, shape, nbytes = header
-    return TensorSpec("", tuple(shape), held, format=held, nbytes=nbytes)
+    fmt, shape, nbytes = header
+    return TensorSpec("", tuple(shape), fmt, format=fmt, nbytes=nbytes)
 
 
 def require_clean(manifest: Manifest, headers: Headers, *, checkpoint: str) -> None:
@@ -234,8 +234,8 @@ def _partners(name: str, part: Part) -> list[str]:
         return [name.removesuffix("blocks") + "scales"] if name.endswith("blocks") else [f"{name}.scales"]
     if not name.endswith("scales"):
         return []
-    whole = [name.removesuffix(".scales")] if name.endswith(".scales") else []
-    return [name.removesuffix("scales") + "blocks", *whole]
+    base = [name.removesuffix(".scales")] if name.endswith(".scales") else []
+    return [name.removesuffix("scales") + "blocks", *base]
 
 
 def _pair(name: str, data: TensorSpec, scales: TensorSpec, fmt: Format) -> Iterator[Finding]:

@@ -132,11 +132,11 @@ def choose_formats(
     elif not isinstance(formats, Format | str):
         plan = _by_patterns(formats, stored, base, where)
     else:
-        wanted = get_format(formats)
+        fmt = get_format(formats)
         if substitutes is None:
-            ours = _OWN if _bits(wanted) < 8 else _OWN_WIDE
-            substitutes = GGUF_SUBSTITUTES if gguf or wanted.name in GGUF_FORMATS else ours
-        rules = _Rules(wanted, _Kept(keep, only), pad, substitutes)
+            ours = _OWN if _bits(fmt) < 8 else _OWN_WIDE
+            substitutes = GGUF_SUBSTITUTES if gguf or fmt.name in GGUF_FORMATS else ours
+        rules = _Rules(fmt, _Kept(keep, only), pad, substitutes)
         entries = {name: rules.planned(name, item) for name, item in stored.items()}
         return Plan(entries, padding="zero" if pad else "none")
     return _keep_tensors(plan, stored, _Kept(keep, only), pad)

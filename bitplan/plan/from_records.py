@@ -149,14 +149,14 @@ def _rank(choice: Choice) -> tuple[bool, float]:
 
 def plan_of_log(lines: Iterable[tuple[int, Any]], step: int | None = None, *, where: str = "log") -> Plan:
     """The plan at a step of selective precision's telemetry, (number, value) of its lines; at the last one if None."""
-    seen: _Fields | None = None
+    latest: _Fields | None = None
     for number, line in lines:
         fields = _Fields(line, f"{where}: line {number}")
         if step is None or fields.whole("step_id") <= step:
-            seen = fields
-    if seen is None:
+            latest = fields
+    if latest is None:
         raise PlanFileError(f"{where}: no line is of step {step} or before; leave @{step} out for the last one")
-    return _plan_of_units(seen.items("block_details"), _WIRE, seen.whole("step_id"), "sensitivity")
+    return _plan_of_units(latest.items("block_details"), _WIRE, latest.whole("step_id"), "sensitivity")
 
 
 def _plan_of_units(
@@ -168,8 +168,8 @@ def _plan_of_units(
         if precision not in formats:
             unit.fail("precision", f"one of {', '.join(formats)}", precision)
         evidence = {"step": step, "score": unit.number(score, None)}
-        known = {key: value for key, value in evidence.items() if value is not None}
-        choice = Choice(formats[precision], unit.text("reason", "") or f"{precision} by the policy", known, "policy")
+        figures = {key: value for key, value in evidence.items() if value is not None}
+        choice = Choice(formats[precision], unit.text("reason", "") or f"{precision} by the policy", figures, "policy")
         entries[name] = Planned(choice, kind="wire")
     return Plan(entries)
 
@@ -253,7 +253,7 @@ def run_log_of(values: Iterable[Any], where: str) -> RunLog:
         evidence = line.fields("evidence").value
         for key, value in evidence.items():
             figures = value.values() if type(value) is dict else [value]
-            if not all(is_number(each) for each in figures):
+            if not all(is_number(figure) for figure in figures):
                 line.fail("evidence", "figures, and objects of figures", {key: value})
         changes.append(
             RunChange(line.whole("step"), name, line.text("from"), line.text("to"), line.text("reason"), evidence)

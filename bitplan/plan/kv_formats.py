@@ -40,12 +40,12 @@ def kv_format(name: str | None, where: str = "kv") -> str | None:
     """The format's name, for a name that a user gave; None for "keep"."""
     if name is None or name == KEEP:
         return None
-    known = SHORT.get(name, name) if isinstance(name, str) else None
-    if known not in KV_FORMATS:
+    fmt = SHORT.get(name, name) if isinstance(name, str) else None
+    if fmt not in KV_FORMATS:
         names = (KEEP, *SHORT, *KV_FORMATS)
         hint = did_you_mean(str(name)[:60], names)
         raise FormatError(f"{where}: no format of keys and values {name!r:.60}; there are {', '.join(names)}{hint}")
-    return known
+    return fmt
 
 
 def part_name(layer: int, part: str) -> str:
@@ -64,8 +64,8 @@ class KVFormats:
         for part in (KEYS, VALUES):
             formats = getattr(self, part)
             many = isinstance(formats, tuple)
-            known = tuple(kv_format(name, part) for name in formats) if many else kv_format(formats, part)
-            object.__setattr__(self, part, known)
+            checked = tuple(kv_format(name, part) for name in formats) if many else kv_format(formats, part)
+            object.__setattr__(self, part, checked)
 
     @classmethod
     def parse(cls, text: str, where: str = "kv") -> KVFormats:
@@ -75,8 +75,8 @@ class KVFormats:
             raise FormatError(
                 f"{where}: expected a format, or one for keys and one for values as int8:int4, got {text!r:.60}"
             )
-        known = [kv_format(name, where) for name in names]
-        return cls(known[0], known[-1])
+        parts = [kv_format(name, where) for name in names]
+        return cls(parts[0], parts[-1])
 
     @classmethod
     def of_plan(cls, plan: Plan) -> KVFormats | None:

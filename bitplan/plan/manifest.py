@@ -478,10 +478,10 @@ class Manifest:
                 try:
                     get_format(self.tag(rule.format).format)
                 except FormatError:
-                    known = [*self.tags, *_CASTS, *(fmt.name for fmt in list_formats())]
+                    choices = [*self.tags, *_CASTS, *(fmt.name for fmt in list_formats())]
                     raise ManifestError(
                         f"{where}: format {rule.format[:80]!r} is neither in `formats` nor one of bitplan's"
-                        f"{did_you_mean(rule.format[:80], known)}"
+                        f"{did_you_mean(rule.format[:80], choices)}"
                     ) from None
             self._check_nibbles(where, get_format(self.tag(rule.format).format))
             try:
@@ -664,8 +664,8 @@ def _known_format(reader: Reader, what: str, name: str) -> Format:
     try:
         return get_format(name)
     except FormatError:
-        known = [*_CASTS, *_SPLIT_TAGS, *(fmt.name for fmt in list_formats())]
-        reader.stop(f"{what}: {name[:80]!r} is not a format of bitplan's{did_you_mean(name[:80], known)}")
+        choices = [*_CASTS, *_SPLIT_TAGS, *(fmt.name for fmt in list_formats())]
+        reader.stop(f"{what}: {name[:80]!r} is not a format of bitplan's{did_you_mean(name[:80], choices)}")
 
 
 def _split_format(reader: Reader, path: str, document: Mapping[str, Any]) -> str:
@@ -674,8 +674,8 @@ def _split_format(reader: Reader, path: str, document: Mapping[str, Any]) -> str
             reader.stop(f"{path}: needs {key}, which is missing; gpt-oss has block_size 32, scale_encoding 'e8m0'")
     pair = document["scale_encoding"], document["block_size"]
     if pair not in _SPLIT_FORMATS:
-        known = ", ".join(f"{encoding} per {block} ({name})" for (encoding, block), name in _SPLIT_FORMATS.items())
-        reader.stop(f"{path}: no format has {pair[0]} scales per {pair[1]} numbers; there are {known}")
+        pairs = ", ".join(f"{encoding} per {block} ({name})" for (encoding, block), name in _SPLIT_FORMATS.items())
+        reader.stop(f"{path}: no format has {pair[0]} scales per {pair[1]} numbers; there are {pairs}")
     return _SPLIT_FORMATS[pair]
 
 

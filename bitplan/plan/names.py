@@ -42,11 +42,11 @@ class ShellPatterns:
         matched = {pattern for name in names for pattern in self.matching(name)}
         idle = [pattern for pattern in self._order if pattern not in matched and pattern != "*"]
         if idle:
-            known = list(dict.fromkeys(prefix for name in names for prefix in _prefixes(name)))
+            prefixes = list(dict.fromkeys(prefix for name in names for prefix in _prefixes(name)))
             lists = "; `bitplan inspect` lists those of a file, `bitplan plan` those of a plan"
             faults = [
                 f"the pattern {pattern!r} matches no {thing}"
-                f"{_as_shell_pattern(pattern) or did_you_mean(pattern, known) or lists}"
+                f"{_as_shell_pattern(pattern) or did_you_mean(pattern, prefixes) or lists}"
                 for pattern in idle[:MOST_UNMATCHED_SHOWN]
             ]
             more = f"; nor do {len(idle) - len(faults)} more" if len(idle) > len(faults) else ""

@@ -427,7 +427,7 @@ def combine(
     for name in force:
         if name not in tensors:
             raise PlanError(f"the force list names {name!r}, which is not a tensor{did_you_mean(name, tensors)}")
-    known = rules.entries if isinstance(rules, Plan) else {}
+    ruled = rules.entries if isinstance(rules, Plan) else {}
     planned, missing = {}, []
     for name, shape in tensors.items():
         choice = rules.get(name) or policy.get(name) or default
@@ -437,7 +437,7 @@ def combine(
         if choice is None:
             missing.append(name)
             continue
-        entry = known.get(name, Planned(choice))
+        entry = ruled.get(name, Planned(choice))
         same = choice.format == entry.choice.format
         part, stored = (entry.part, entry.stored) if same else (None, None)
         planned[name] = Planned(choice, shape if shape is None else tuple(shape), entry.role, part, stored)
@@ -496,8 +496,8 @@ def _from_document(reader: Reader, name: str, value: Any) -> Planned:
     if ("shape" in item) != ("bytes" in item):
         reader.stop(f"{path}: shape and bytes go together, got only {'shape' if 'shape' in item else 'bytes'}")
     try:
-        known = {key: item[key] for key in ("evidence", "cause", "input", "place") if key in item}
-        choice = Choice(item["format"], item["reason"], **known)
+        extra = {key: item[key] for key in ("evidence", "cause", "input", "place") if key in item}
+        choice = Choice(item["format"], item["reason"], **extra)
         shape = tuple(item["shape"]) if "shape" in item else None
         kind = item.get("kind", "weight")
         entry = Planned(choice, shape, item.get("role", ""), item.get("part"), item.get("stored"), kind)

@@ -41,12 +41,12 @@ def colour(index: int) -> str:
 
 def format_colours(names: Iterable[str]) -> dict[str, str]:
     """A colour for each format, the same in every chart: that of its family, or the next free one if it is taken."""
-    given: dict[str, str] = {}
+    colours: dict[str, str] = {}
     for name in names:
         family = next((index for index, starts in _FAMILIES if name.startswith(starts)), 5)
-        free = [index for index in (family, *range(CATEGORIES)) if colour(index) not in given.values()]
-        given[name] = colour(free[0] if free else family)
-    return given
+        free = [index for index in (family, *range(CATEGORIES)) if colour(index) not in colours.values()]
+        colours[name] = colour(free[0] if free else family)
+    return colours
 
 
 def at(value: float) -> str:
@@ -104,27 +104,27 @@ def _trim(text: str) -> str:
 
 def _decimals(step: float) -> int:
     """How many decimals are needed to tell ticks apart."""
-    return next((places for places in range(9) if abs(round(step, places) - step) < step * 1e-6), 9)
+    return next((digits for digits in range(9) if abs(round(step, digits) - step) < step * 1e-6), 9)
 
 
 def log_axis(values: Sequence[float], label: str, *, formatter: Format | None = None, base: int = 10) -> Axis:
     """An axis with powers of the base around the values; between powers of ten also 2 and 5, if the range is short."""
-    wanted = [max(value, 1e-290) for value in values if value > 0] or [1.0]  # `share` counts smaller values as 0
+    positive = [max(value, 1e-290) for value in values if value > 0] or [1.0]  # `share` counts smaller values as 0
     written = formatter or (lambda value: f"{value:g}" if 1e-4 <= value < 1e6 else f"{value:.0e}".replace("e-0", "e-"))
-    low = min(wanted)
-    high = max(wanted)
+    low = min(positive)
+    high = max(positive)
     # Round values from the last below `low` to the first above `high`, and which of them are powers.
     steps = (1, 2, 5) if base == 10 else (1,)
     first, last = math.floor(math.log(low, base)) - 1, math.ceil(math.log(high, base)) + 2
-    known = [(step * float(base) ** power, step == 1) for power in range(first, last) for step in steps]
-    start = max(index for index, (value, _) in enumerate(known) if value <= low * (1 + 1e-9))
-    end = min(index for index, (value, _) in enumerate(known) if value >= high * (1 - 1e-9))
-    places = known[start : max(end, start + 1) + 1]
-    powers = [value for value, is_power in places if is_power]
+    steps_up = [(step * float(base) ** power, step == 1) for power in range(first, last) for step in steps]
+    start = max(index for index, (value, _) in enumerate(steps_up) if value <= low * (1 + 1e-9))
+    end = min(index for index, (value, _) in enumerate(steps_up) if value >= high * (1 - 1e-9))
+    shown = steps_up[start : max(end, start + 1) + 1]
+    powers = [value for value, is_power in shown if is_power]
     every = max(1, math.ceil(len(powers) / 8))
-    labelled = [value for value, _ in places] if len(places) <= 9 and base == 10 else powers[::every]
+    labelled = [value for value, _ in shown] if len(shown) <= 9 and base == 10 else powers[::every]
     ticks = tuple((value, _trim(written(value))) for value in labelled)
-    return Axis(label, places[0][0], places[-1][0], ticks, log=True)
+    return Axis(label, shown[0][0], shown[-1][0], ticks, log=True)
 
 
 @dataclass
@@ -188,8 +188,8 @@ def _roomy(ticks: Sequence[tuple[float, str]], px: Callable[[float], float]) -> 
     return ticks[:1]
 
 
-def text(place: Point, text: str, anchor: str = "start", kind: str | None = None) -> Markup:
-    return tag("text", text, x=at(place[0]), y=at(place[1]), text_anchor=anchor, class_=kind)
+def text(point: Point, text: str, anchor: str = "start", kind: str | None = None) -> Markup:
+    return tag("text", text, x=at(point[0]), y=at(point[1]), text_anchor=anchor, class_=kind)
 
 
 def segment(start: Point, end: Point, kind: str) -> Markup:
@@ -229,26 +229,26 @@ def step_chart(
 
 def line(frame: Frame, points: Sequence[Point], kind: str) -> Markup:
     """A line through the points, in their order."""
-    places = thin([(frame.px(x), frame.py(y)) for x, y in points])
-    return tag("polyline", points=" ".join(f"{at(x)},{at(y)}" for x, y in places), class_=f"line {kind}")
+    points_px = thin([(frame.px(x), frame.py(y)) for x, y in points])
+    return tag("polyline", points=" ".join(f"{at(x)},{at(y)}" for x, y in points_px), class_=f"line {kind}")
 
 
-def thin(places: list[Point]) -> list[Point]:
+def thin(path: list[Point]) -> list[Point]:
     """Fewer points with the same look: of each run of neighbours the first, the last, the lowest and the highest."""
-    if len(places) <= MAX_POINTS:
-        return places
-    run = math.ceil(4 * len(places) / MAX_POINTS)
+    if len(path) <= MAX_POINTS:
+        return path
+    run = math.ceil(4 * len(path) / MAX_POINTS)
     points: list[Point] = []
-    for start in range(0, len(places), run):
-        part = range(start, min(start + run, len(places)))
-        extremes = {part[0], part[-1], min(part, key=lambda i: places[i][1]), max(part, key=lambda i: places[i][1])}
-        points += [places[index] for index in sorted(extremes)]
+    for start in range(0, len(path), run):
+        part = range(start, min(start + run, len(path)))
+        extremes = {part[0], part[-1], min(part, key=lambda i: path[i][1]), max(part, key=lambda i: path[i][1])}
+        points += [path[index] for index in sorted(extremes)]
     return points
 
 
-def marker(place: Point, kind: str, tip: str, shape: str = "circle", radius: float = 4) -> Markup:
+def marker(point: Point, kind: str, tip: str, shape: str = "circle", radius: float = 4) -> Markup:
     """A point with a tooltip; `shape` tells kinds apart without colour."""
-    x, y = place
+    x, y = point
     common = {"class_": f"mark {kind}", "data_tip": tip}
     if shape == "circle":
         return tag("circle", cx=at(x), cy=at(y), r=radius, **common)
@@ -267,10 +267,10 @@ def marker(place: Point, kind: str, tip: str, shape: str = "circle", radius: flo
 
 def whisker(frame: Frame, x: float, low: float, high: float, kind: str) -> Markup:
     """A vertical interval."""
-    place, top, base = frame.px(x), frame.py(high), frame.py(low)
+    middle, top, base = frame.px(x), frame.py(high), frame.py(low)
     return tag(
         "path",
-        d=f"M{at(place - 4)} {at(top)}h8m-4 0V{at(base)}m-4 0h8",
+        d=f"M{at(middle - 4)} {at(top)}h8m-4 0V{at(base)}m-4 0h8",
         class_=f"stroke {kind}",
     )
 

@@ -104,8 +104,8 @@ def escape(value: object) -> Markup:
     """Escape text for HTML, with invisible characters written as codes."""
     if isinstance(value, Markup):
         return value
-    seen = _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))
-    return Markup(html.escape(seen, quote=True))
+    escaped = _UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", str(value))
+    return Markup(html.escape(escaped, quote=True))
 
 
 def join(parts: Iterable[object], between: str = "") -> Markup:

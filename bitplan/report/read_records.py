@@ -136,7 +136,7 @@ KINDS = (
     RecordKind(
         "selective", "state of selective precision", _has("state"), document="bitplan-selective-state", versions=(1,)
     ),
-    RecordKind("trees_model", "model of trees", lambda found: found.get("format") == "bitplan.trees"),
+    RecordKind("trees_model", "model of trees", lambda document: document.get("format") == "bitplan.trees"),
     RecordKind("crossover", "measured crossovers", _has("weights"), document="bitplan-crossover", versions=(1,)),
     RecordKind("calibration", "calibration", _has("layers", "blocks"), document="bitplan-calibration", versions=(1,)),
     RecordKind("machine", "machine", _has("machine", "versions"), document="bitplan-machine", versions=(1,)),
@@ -158,7 +158,7 @@ KINDS = (
     RecordKind("drift", "drift of a checkpoint", _has("layers", "findings")),
     RecordKind("quality", "perplexity", _has("reference_row", "rows")),
     RecordKind(
-        "quality", "perplexity benchmark", lambda found: found.get("benchmark") == "quality" and "rows" in found
+        "quality", "perplexity benchmark", lambda record: record.get("benchmark") == "quality" and "rows" in record
     ),
     RecordKind("demo", "demo figures", _has("train_seconds", "formats")),
     RecordKind("benchmark", "benchmark", _has("benchmark", "machine", "versions")),
@@ -168,10 +168,10 @@ FINDINGS = RecordKind("findings", "findings of a check", _has("code", "where", "
 
 def read_records(paths: Iterable[str | Path]) -> list[Record]:
     """Read every file, in the order given; a file that is no record of ours is an error that names it."""
-    given = [Path(path) for path in paths]
-    if not given:
+    listed = [Path(path) for path in paths]
+    if not listed:
         raise ReportError("no records given; name the JSON and JSONL files that plan, check, drift and others wrote")
-    return [_read(path, name) for path, name in zip(given, short_names(given), strict=True)]
+    return [_read(path, name) for path, name in zip(listed, short_names(listed), strict=True)]
 
 
 def short_names(paths: list[Path]) -> list[str]:
@@ -223,14 +223,14 @@ def _recognise(file: BinaryIO, path: Path, size: int) -> tuple[RecordKind, Any, 
     _check_size(path, size)
     if first.lstrip()[:1] not in (b"{", b"["):
         raise ReportError(f"{path}: neither JSON nor JSONL: it begins with {show(first[:40].decode('latin-1'))}")
-    whole = parse_json(first + file.read(), where=str(path))
-    if isinstance(whole, list) and all(isinstance(item, dict) and FINDINGS.matches(item) for item in whole):
-        return FINDINGS, whole, 0, ""
-    if not isinstance(whole, dict):
+    document = parse_json(first + file.read(), where=str(path))
+    if isinstance(document, list) and all(isinstance(item, dict) and FINDINGS.matches(item) for item in document):
+        return FINDINGS, document, 0, ""
+    if not isinstance(document, dict):
         raise ReportError(f"{path}: a list, and not one of findings (code, where, message); {_expected()}")
-    kind = _kind_of(whole, path, lines=False, quiet=False)
+    kind = _kind_of(document, path, lines=False, quiet=False)
     assert kind is not None
-    return kind, whole, 0, ""
+    return kind, document, 0, ""
 
 
 def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) -> RecordKind | None:
@@ -240,9 +240,9 @@ def _kind_of(document: dict[str, Any], path: Path, *, lines: bool, quiet: bool) 
         # A document names its kind; one without a name is recognised by its keys.
         if (kind.document == named) and kind.matches(document):
             if kind.document is not None and document.get("version") not in kind.versions:
-                known = " or ".join(map(str, kind.versions))
+                versions = " or ".join(map(str, kind.versions))
                 raise ReportError(
-                    f"{path}: version must be {known} for {kind.document}, got {show(document.get('version'))}; "
+                    f"{path}: version must be {versions} for {kind.document}, got {show(document.get('version'))}; "
                     "write the record again with this version of bitplan"
                 )
             return kind

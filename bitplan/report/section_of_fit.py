@@ -152,14 +152,14 @@ def kl_frame(result: RecordFields, points: Sequence[RecordFields], along: str, b
     frame = Frame(axis, log_axis(heights, "KL, nats a token"), f"KL against {along}, by {by}", right=62)
     ends: list[tuple[float, float]] = []
     for (value, one), kind in zip(lines, _colours(lines, goal.number(by)), strict=True):
-        places = [(point.number(along), height(point.number("predicted"))) for point in one]
+        at_points = [(point.number(along), height(point.number("predicted"))) for point in one]
         is_goal = value == goal.number(by)
-        frame.add(line(frame, places, kind if is_goal else f"{kind} thin"))
-        for place, point in zip(places, one, strict=True):
+        frame.add(line(frame, at_points, kind if is_goal else f"{kind} thin"))
+        for at_point, point in zip(at_points, one, strict=True):
             tip = f"predicted {significant(point.number('predicted'))} nats with {nbytes(point.number('memory'))} and "
             tip += f"{tokens(point.number('context'))} of context"
-            frame.add(marker((frame.px(place[0]), frame.py(place[1])), kind, tip, "ring"))
-        x, y = frame.px(max(places)[0]) + 8, frame.py(max(places)[1]) + 4
+            frame.add(marker((frame.px(at_point[0]), frame.py(at_point[1])), kind, tip, "ring"))
+        x, y = frame.px(max(at_points)[0]) + 8, frame.py(max(at_points)[1]) + 4
         while any(abs(x - left) < 40 and abs(y - top) < 11 for left, top in ends):
             y -= 11
         ends.append((x, y))
@@ -172,8 +172,8 @@ def kl_frame(result: RecordFields, points: Sequence[RecordFields], along: str, b
         is_plan = row.text("label") == result.fields("plan").text("label") or where.number(along) != goal.number(along)
         tip = f"{row.text('label')}, measured: {significant(row.number('kl'))} nats with "
         tip += f"{nbytes(where.number('memory'))} and {tokens(where.number('context'))} of context"
-        place = frame.px(where.number(along)), frame.py(height(row.number("kl")))
-        frame.add(marker(place, PLAN if is_plan else RIVAL, tip, "diamond" if is_plan else "square"))
+        at_point = frame.px(where.number(along)), frame.py(height(row.number("kl")))
+        frame.add(marker(at_point, PLAN if is_plan else RIVAL, tip, "diamond" if is_plan else "square"))
     return frame
 
 

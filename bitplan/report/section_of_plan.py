@@ -126,20 +126,20 @@ def _bf16_bytes(decided: Sequence[Decided]) -> int | None:
 
 
 def _sentence(decided: Sequence[Decided]) -> str:
-    sizes, whole = formats_by_bytes(decided), _bf16_bytes(decided)
+    sizes, in_bf16 = formats_by_bytes(decided), _bf16_bytes(decided)
     total = sum(sizes.values())
-    smaller = f", {significant(whole / total)} times smaller than in bfloat16" if whole and total else ""
+    smaller = f", {significant(in_bf16 / total)} times smaller than in bfloat16" if in_bf16 and total else ""
     return (
         f"The plan puts {plural(len(decided), 'tensor')} in {plural(len(sizes), 'format')}: {nbytes(total)}{smaller}."
     )
 
 
 def _facts(decided: Sequence[Decided]) -> list[Fact]:
-    sizes, whole = formats_by_bytes(decided), _bf16_bytes(decided)
+    sizes, in_bf16 = formats_by_bytes(decided), _bf16_bytes(decided)
     total = sum(sizes.values())
     facts = [Fact(nbytes(total), "of weights", f"{plural(len(decided), 'tensor')}, {plural(len(sizes), 'format')}")]
-    if whole and total:
-        facts.append(Fact(f"{significant(whole / total)}{TIMES}", "smaller than bfloat16", f"from {nbytes(whole)}"))
+    if in_bf16 and total:
+        facts.append(Fact(f"{significant(in_bf16 / total)}{TIMES}", "smaller than bfloat16", f"from {nbytes(in_bf16)}"))
     return facts
 
 
@@ -162,10 +162,10 @@ def _body(record: Record, decided: Sequence[Decided]) -> Markup:
 
 
 def _smaller(decided: Sequence[Decided], total: int) -> str:
-    whole = _bf16_bytes(decided)
-    if not whole or not total:
+    in_bf16 = _bf16_bytes(decided)
+    if not in_bf16 or not total:
         return ""
-    return f"{nbytes(total)} in all; the same numbers in bfloat16 take {nbytes(whole)}."
+    return f"{nbytes(total)} in all; the same numbers in bfloat16 take {nbytes(in_bf16)}."
 
 
 def _by_role(decided: Sequence[Decided]) -> list[tuple[str, float, str, str]]:

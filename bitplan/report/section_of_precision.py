@@ -78,11 +78,11 @@ def _changes(updates: Sequence[Update]) -> list[PrecisionChange]:
     """Where a block's precision differs from that of the update before."""
     changes, current = [], dict[str, str]()
     for column, update in enumerate(updates):
-        for name, seen in update.blocks.items():
+        for name, block in update.blocks.items():
             before = current.get(name)
-            if before is not None and before != seen.precision:
-                changes.append(PrecisionChange(update.step, column, name, before, seen.precision, seen.reason))
-            current[name] = seen.precision
+            if before is not None and before != block.precision:
+                changes.append(PrecisionChange(update.step, column, name, before, block.precision, block.reason))
+            current[name] = block.precision
     return changes
 
 
@@ -93,10 +93,12 @@ def _heat_card(updates: Sequence[Update], changes: Sequence[PrecisionChange]) ->
     blocks = list(dict.fromkeys(name for update in updates for name in update.blocks))
     every = max(1, math.ceil(len(updates) / MAX_COLUMNS))
     shown = list(updates[::every])
-    scores = [seen.sensitivity for update in shown for seen in update.blocks.values() if seen.sensitivity is not None]
+    scores = [
+        block.sensitivity for update in shown for block in update.blocks.values() if block.sensitivity is not None
+    ]
     high = max(1.0, max(scores, default=1.0))
     names = [(f"heat h{level}", _level(level, high)) for level in (0, 3, 6, LEVELS - 1)]
-    low = sorted({seen.precision for update in shown for seen in update.blocks.values()} - {HIGH})
+    low = sorted({block.precision for update in shown for block in update.blocks.values()} - {HIGH})
     names += [(f"strip {STRIPS.get(name, 'k3')}", f"underlined: {name}") for name in low]
     names += [("sign up", "to higher precision"), ("sign down", "to lower precision")] if changes else []
     note = f"A row is a layer, a column an update of the hints; {count(len(updates))} updates."
@@ -149,27 +151,27 @@ def _heat_map(
     return tag("div", drawn, class_="heatmap", data_heat=json.dumps(figures, separators=(",", ":")))
 
 
-def _figures(seen: Seen | None) -> list[object]:
-    if seen is None:
+def _figures(block: Seen | None) -> list[object]:
+    if block is None:
         return []
-    return [None if seen.sensitivity is None else round(seen.sensitivity, 3), seen.precision]
+    return [None if block.sensitivity is None else round(block.sensitivity, 3), block.precision]
 
 
 def _cells(
     blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: int, gap: int, high: float
 ) -> list[Markup]:
     """Draw the cells: a path for each level of colour, and one for cells without a score."""
-    places: dict[str, list[str]] = {}
+    paths: dict[str, list[str]] = {}
     for column, update in enumerate(shown):
         for row, name in enumerate(blocks):
-            seen = update.blocks.get(name)
-            if seen is None:
+            block = update.blocks.get(name)
+            if block is None:
                 continue
-            score = seen.sensitivity
+            score = block.sensitivity
             level = "none" if score is None else f"h{min(LEVELS - 1, max(0, int(score / high * LEVELS)))}"
             x, width, tall = LEFT + step * column, at(step - gap), pitch - 1
-            places.setdefault(level, []).append(f"M{at(x)} {at(TOP + pitch * row)}h{width}v{tall}h-{width}z")
-    return [tag("path", d="".join(d), class_=f"heat {level}") for level, d in sorted(places.items())]
+            paths.setdefault(level, []).append(f"M{at(x)} {at(TOP + pitch * row)}h{width}v{tall}h-{width}z")
+    return [tag("path", d="".join(d), class_=f"heat {level}") for level, d in sorted(paths.items())]
 
 
 def _strips(blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: int) -> list[Markup]:
@@ -177,7 +179,7 @@ def _strips(blocks: Sequence[str], shown: Sequence[Update], step: float, pitch: 
     strips, thick = [], max(2, pitch // 5)
     for row, name in enumerate(blocks):
         start = 0
-        kinds = [seen.precision if (seen := update.blocks.get(name)) else HIGH for update in shown]
+        kinds = [block.precision if (block := update.blocks.get(name)) else HIGH for update in shown]
         for column in range(1, len(kinds) + 1):
             if column < len(kinds) and kinds[column] == kinds[start]:
                 continue
@@ -210,14 +212,14 @@ def _counts_chart(updates: Sequence[Update]) -> Markup | None:
 
 
 def _bytes_chart(updates: Sequence[Update]) -> Markup | None:
-    known = [
+    steps = [
         (float(update.step), update.bytes_sent, update.bytes_not_sent)
         for update in updates
         if update.bytes_sent is not None
     ]
-    sent = [(step, float(value or 0)) for step, value, _ in known]
-    whole = [(step, float((value or 0) + rest)) for step, value, rest in known if rest is not None]
-    curves = [("sent", colour(0), sent), ("all in bfloat16", "plain dashed", whole)]
+    sent = [(step, float(value or 0)) for step, value, _ in steps]
+    in_bf16 = [(step, float((value or 0) + rest)) for step, value, rest in steps if rest is not None]
+    curves = [("sent", colour(0), sent), ("all in bfloat16", "plain dashed", in_bf16)]
     return step_chart("Bytes sent to the device", curves, "bytes a pass", formatter=nbytes, zero=True)
 
 
@@ -258,5 +260,5 @@ def _saved(update: Update) -> str:
 def _facts(updates: Sequence[Update], changes: Sequence[PrecisionChange]) -> list[Fact]:
     last = updates[-1]
     low = sum(number for name, number in last.counts.items() if name != HIGH)
-    whole = sum(last.counts.values())
-    return [Fact(f"{low} / {whole}", "layers in low precision", plural(len(changes), "change"))]
+    total = sum(last.counts.values())
+    return [Fact(f"{low} / {total}", "layers in low precision", plural(len(changes), "change"))]

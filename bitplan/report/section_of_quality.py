@@ -108,8 +108,8 @@ def _gather(samples: dict[tuple[str, str], list[float | None]], name: str, error
 
 
 def _mean(errors: Sequence[float | None]) -> float | None:
-    known = [error for error in errors if error is not None]
-    return math.fsum(known) / len(known) if known else None
+    known_errors = [error for error in errors if error is not None]
+    return math.fsum(known_errors) / len(known_errors) if known_errors else None
 
 
 def _last_step(errors: Sequence[ErrorRow]) -> list[ErrorRow]:
@@ -137,20 +137,20 @@ def _histogram(errors: Sequence[ErrorRow], kind: str) -> Markup | None:
     classes = _classes(errors)
     counts: dict[int, dict[str, int]] = {}
     for error in sizes:
-        place = math.floor(math.log10(error.relative or 1.0) * BINS_A_DECADE)
-        bin_ = counts.setdefault(place, {})
+        index = math.floor(math.log10(error.relative or 1.0) * BINS_A_DECADE)
+        bin_ = counts.setdefault(index, {})
         bin_[error.format] = bin_.get(error.format, 0) + 1
     tall = max(sum(bin_.values()) for bin_ in counts.values())
     low, high = math.floor(min(counts) / BINS_A_DECADE), math.ceil((max(counts) + 1) / BINS_A_DECADE)
     x = log_axis([10.0**low, 10.0**high], "relative error", formatter=_power)
     unit = "outputs" if kind == "calibration" else "tensors"
     frame = Frame(x, linear_axis([0, tall], unit, zero=True, whole=True), "Histogram of relative errors by format")
-    for place, bin_ in sorted(counts.items()):
-        left, right = (frame.px(10 ** ((place + more) / BINS_A_DECADE)) for more in (0, 1))
+    for index, bin_ in sorted(counts.items()):
+        left, right = (frame.px(10 ** ((index + more) / BINS_A_DECADE)) for more in (0, 1))
         done = 0
         for name in sorted(bin_):
             top, base = frame.py(done + bin_[name]), frame.py(done)
-            between = f"{_power(10 ** (place / BINS_A_DECADE))} to {_power(10 ** ((place + 1) / BINS_A_DECADE))}"
+            between = f"{_power(10 ** (index / BINS_A_DECADE))} to {_power(10 ** ((index + 1) / BINS_A_DECADE))}"
             tip = f"{name}: {plural(bin_[name], unit[:-1])} between {between}"
             frame.add(box(left + 0.5, top, right - left - 1, base - top, f"bar {classes[name]}", tip))
             done += bin_[name]
@@ -242,9 +242,9 @@ def _error_cell(value: float | None) -> Cell:
 def _worst(record: Record, errors: Sequence[ErrorRow]) -> Markup:
     if not errors:
         return told(record, "No error was recorded.")
-    what = "output" if record.kind == "calibration" else "packed tensor"
+    noun = "output" if record.kind == "calibration" else "packed tensor"
     size = "not finite" if errors[0].relative is None else significant(errors[0].relative)
-    text = f"Of {plural(len(errors), what)} the largest relative error is {size}, "
+    text = f"Of {plural(len(errors), noun)} the largest relative error is {size}, "
     return told(record, join([text, tag("code", errors[0].name), f" in {errors[0].format}."]))
 
 
@@ -286,8 +286,8 @@ def _rows(document: RecordFields) -> list[RecordFields]:
 
 
 def _settings(document: RecordFields) -> str:
-    given = document.value.get("settings")
-    settings = RecordFields(given if isinstance(given, dict) else document.value, document.where)
+    settings_ = document.value.get("settings")
+    settings = RecordFields(settings_ if isinstance(settings_, dict) else document.value, document.where)
     names = {key: settings.value[key] for key in ("model", "text", "context", "tokens") if key in settings}
     return ", ".join(f"{key} {str(value).rpartition('/')[2]}" for key, value in names.items()) + "."
 

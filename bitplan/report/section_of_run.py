@@ -19,7 +19,7 @@ def run_plan_section(records: Sequence[Record]) -> Section:
             log = run_log_of(record.content, record.name)
         except PlanFileError as fault:
             raise ReportError(str(fault)) from None
-        drawn = [each for each in (_low_chart(log), _times_card(log)) if each]
+        drawn = [card for card in (_low_chart(log), _times_card(log)) if card]
         body = join([source(record), cards(drawn), _changes_table(log)])
         return body, told(record, _sentence(log)), [Fact(count(len(log.changes)), "changes of the plan")]
 
@@ -71,7 +71,7 @@ def _times_card(log: RunLog) -> Markup | None:
 def _changes_table(log: RunLog) -> Markup:
     title = plural(len(log.changes), "change")
     shown = [{key: value for key, value in one.evidence.items() if is_number(value)} for one in log.changes]
-    figures = [", ".join(f"{key} {significant(float(value))}" for key, value in each.items()) for each in shown]
+    figures = [", ".join(f"{key} {significant(float(value))}" for key, value in changes.items()) for changes in shown]
     drawn = column_table(
         title,
         (Column("Step", numeric=True), [figure(float(one.step), count) for one in log.changes]),

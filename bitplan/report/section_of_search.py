@@ -261,13 +261,13 @@ def _heat_card(result: RecordFields) -> Markup:
     width = 460.0
     pitch = (width - SIDE) / max(len(parts), 1)
     drawn = [text((SIDE + (at + 0.5) * pitch, TOP - 8), _cut(part, pitch), "middle") for at, part in enumerate(parts)]
-    places = {(cell.text("layer"), cell.text("part")): cell for cell in cells}
+    cell_at = {(cell.text("layer"), cell.text("part")): cell for cell in cells}
     for row, layer in enumerate(layers):
         top = TOP + row * ROW
         drawn.append(text((SIDE - 8, top + 15), f"layer {layer}", "end"))
         for at, part in enumerate(parts):
-            if (layer, part) in places:
-                drawn += _cell(places[layer, part], SIDE + at * pitch, top, pitch, low, high, short)
+            if (layer, part) in cell_at:
+                drawn += _cell(cell_at[layer, part], SIDE + at * pitch, top, pitch, low, high, short)
     for row, cell in enumerate(outside, len(layers)):
         top = TOP + row * ROW + 6
         drawn.append(text((SIDE - 8, top + 15), "outside", "end"))
@@ -371,8 +371,8 @@ def _front_card(result: RecordFields) -> Markup:
         frame.add(
             marker((frame.px(x), frame.py(y)), "k3" if is_plan else "k1", tip, "diamond" if is_plan else "square")
         )
-    places = [(frame.px(row.number("bits")), frame.py(row.number("kl")), row) for row in measured]
-    frame.add(*_labels(places, frame.px(frame.x.high), plan_below=True))
+    drawn = [(frame.px(row.number("bits")), frame.py(row.number("kl")), row) for row in measured]
+    frame.add(*_labels(drawn, frame.px(frame.x.high), plan_below=True))
     names = legend(
         [
             ("k0", "best of some sizes, predicted"),
@@ -398,16 +398,16 @@ def _labels(
     plan_below   the plan's word goes below it and to the left: a front runs through what is to its right
     """
     drawn: list[Markup] = []
-    places: list[tuple[float, float, float]] = []
+    labels: list[tuple[float, float, float]] = []
     for number, (x, y, point) in enumerate(points):
         if plan_below and point.text("kind") == "plan":
             drawn += [text((x - 8, y + 15), "plan", "end")] if x <= right else []
             continue
         words = "plan" if point.text("kind") == "plan" else str(number)
         width = 7.0 * len(words) + 2
-        while any(x < left + wide and left < x + width and abs(y - top) < 11 for left, top, wide in places):
+        while any(x < left + wide and left < x + width and abs(y - top) < 11 for left, top, wide in labels):
             y += 11
-        places.append((x, y, width))
+        labels.append((x, y, width))
         if x <= right:
             drawn.append(text((x + 8, y + 4), words))
     return drawn
@@ -422,7 +422,7 @@ def _numbered(measured: Sequence[RecordFields]) -> str:
 def _steps(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
     """A staircase: between two sizes, the smaller one's plan is the best that is known."""
     corners = [(size, damage) for (_, damage), (size, _) in pairwise(points)]
-    return [points[0], *(place for pair in zip(corners, points[1:], strict=True) for place in pair)]
+    return [points[0], *(point for pair in zip(corners, points[1:], strict=True) for point in pair)]
 
 
 def _agreement_card(result: RecordFields) -> Markup:

@@ -201,8 +201,8 @@ def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
     scale = (WIDE - LANE_LEFT - 16) / x.high
     parts = []
     for value, label in x.ticks:
-        place = LANE_LEFT + value * scale
-        parts += [segment((place, 4), (place, base), "grid"), text((place, base + 16), label, "middle")]
+        at_x = LANE_LEFT + value * scale
+        parts += [segment((at_x, 4), (at_x, base), "grid"), text((at_x, base + 16), label, "middle")]
     for row, (name, pieces) in enumerate(lanes.items()):
         top = 8 + LANE_PITCH * row
         parts.append(text((LANE_LEFT - 8, top + 17), name, "end"))

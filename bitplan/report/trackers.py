@@ -48,8 +48,8 @@ def log_records(records: Iterable[str | Path], tracker: Any) -> int:
             for row in record.content["rows"]:
                 without_step |= _figures(f"quality/{row.get('format', row.get('label'))}/", row)
         else:
-            known = "training logs, telemetry of streams and of selective precision, searches and perplexities"
-            raise ReportError(f"{record.name}: a {record.label} has no figures for a tracker; {known} have")
+            kinds = "training logs, telemetry of streams and of selective precision, searches and perplexities"
+            raise ReportError(f"{record.name}: a {record.label} has no figures for a tracker; {kinds} have")
     for step in sorted(by_step):
         send(by_step[step], step)
     if without_step:

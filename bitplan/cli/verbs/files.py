@@ -75,10 +75,10 @@ def _formats_on(path: str | Path, name: str, scale_rule: Rule | None, as_json: b
         from bitplan.formats.registry import list_formats
 
         numbers = finite(readable(file.read_float(name), on), "error", on)
-    known = list_formats()
+    formats = list_formats()
     rows: list[dict[str, Any]] = []
-    with progress("trying", len(known)) as advance:
-        for fmt in known:
+    with progress("trying", len(formats)) as advance:
+        for fmt in formats:
             advance(0, fmt.name)
             try:
                 rule = None if fmt.is_cast else scale_rule
@@ -252,7 +252,7 @@ def quantize(
     from bitplan.plan.manifest import open_manifest
     from bitplan.plan.plan import plan_file
 
-    if sum(given is not None for given in (fmt, manifest, plan)) != 1:
+    if sum(value is not None for value in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
     if windows is not None and text is None:
         raise typer.BadParameter("--windows are those of --text; give a text")
@@ -266,14 +266,14 @@ def quantize(
         evidence = evidence_of_search(plan) if scale_rule is None else None
         proven = proven_otherwise(plan) if evidence is None else None
     plan = None if plan is None else plan_file(plan)
-    reads = [Path(given) for given in (manifest, plan, evidence, text) if given is not None]
-    given = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
+    reads = [Path(path) for path in (manifest, plan, evidence, text) if path is not None]
+    formats = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
     with ExitStack() as opened:
         prepared = opened.enter_context(
             Quantization(
                 source,
                 output,
-                given,
+                formats,
                 keep=keep or (),
                 only=only or (),
                 pad=pad,

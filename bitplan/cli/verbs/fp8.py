@@ -103,11 +103,11 @@ def bench(
     raise typer.Exit(_measure(plan, as_json))
 
 
-def _options(given: dict[str, tuple[str, Any]]) -> Any:
+def _options(values: dict[str, tuple[str, Any]]) -> Any:
     """Options, which win over the variables; an error in an option names the option."""
     from bitplan.fp8.bench.layer_bench import BenchOptions, read_option
 
-    texts = {key: (flag, str(value)) for key, (flag, value) in given.items() if value is not None}
+    texts = {key: (flag, str(value)) for key, (flag, value) in values.items() if value is not None}
     chosen = {key: read_option(key, text, flag) for key, (flag, text) in texts.items()}
     return replace(BenchOptions.from_environment(os.environ), **chosen)
 

@@ -140,9 +140,9 @@ def _checked(arguments: list[str], deep: bool, has_all_bytes: bool = False) -> C
 
     if len(arguments) > 2:
         raise typer.BadParameter("give MANIFEST and CHECKPOINT, or a folder that `bitplan quantize` wrote")
-    *given, checkpoint = arguments
-    under = f" under {given[0] if given else 'its own plan'}"
-    rules = open_manifest(given[0]) if given else None
+    *manifests, checkpoint = arguments
+    under = f" under {manifests[0] if manifests else 'its own plan'}"
+    rules = open_manifest(manifests[0]) if manifests else None
     packed = None
     if rules is None:
         if not Path(checkpoint).exists():
@@ -236,7 +236,7 @@ def plan(
         resolved, distance = _solved(source, _goal(bits, size, max_kl, faster, rows, kinds), output, force)
         _show_plan(resolved, f"{source}", output, mermaid=mermaid, as_json=as_json, compared=distance)
         return
-    if any(given is not None for given in (bits, size, max_kl, faster)):
+    if any(value is not None for value in (bits, size, max_kl, faster)):
         raise typer.BadParameter("a goal (--bits, --bytes, --max-kl, --faster) goes with --from EVIDENCE")
     if fmt is None and arguments is not None and len(arguments) == 1 and _is_record(Path(arguments[0])):
         if output is not None:
@@ -256,12 +256,12 @@ def plan(
             check_output(output, inputs=[*manifest, *file.files], force=force)
         how_to_fill = '"padding": "zero" in the manifest'
         resolved = plan_for_file(file, rules or fmt or "", keep=keep or (), how_to_fill=how_to_fill, packs_folder=True)
-        held = sum(spec.nbytes for spec in file.specs.values())
+        stored = sum(spec.nbytes for spec in file.specs.values())
         planned = sum(resolved.entries[name].nbytes for name in file.specs)
     title = f"{checkpoint} under {manifest[0] if manifest else fmt}"
-    times = max(held, planned) / max(1, min(held, planned))
-    change = f"{times:.2f} times {'smaller' if planned <= held else 'larger'}"
-    compared = f"{human_bytes(planned)}, {change} than {checkpoint} as it is: {human_bytes(held)}"
+    times = max(stored, planned) / max(1, min(stored, planned))
+    change = f"{times:.2f} times {'smaller' if planned <= stored else 'larger'}"
+    compared = f"{human_bytes(planned)}, {change} than {checkpoint} as it is: {human_bytes(stored)}"
     _show_plan(resolved, title, output, mermaid=mermaid, as_json=as_json, compared=compared)
 
 

@@ -123,7 +123,7 @@ def judge(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    kept = tuple(keep or ())
+    patterns = tuple(keep or ())
     rules: list[tuple[str, Manifest | Plan]] = [*manifests, *plans]
     with ExitStack() as shown:
         reading = shown.enter_context(ExitStack())
@@ -138,8 +138,8 @@ def judge(
             candidate,
             content,
             variants=[
-                *(Variant(one.name, one, kept, scale_rule, pad) for one in formats),
-                *(Variant(label, given, pad=pad) for label, given in rules),
+                *(Variant(one.name, one, patterns, scale_rule, pad) for one in formats),
+                *(Variant(label, rule, pad=pad) for label, rule in rules),
             ],
             config=config,
             settings=TextSettings(context, tokens, batch, floor, inputs, device, getattr(torch, dtype), kv),

@@ -52,15 +52,15 @@ def report(
         say(f"left out: {reason}")
 
 
-def serve(given: list[Path], *, title: str, port: int) -> None:
+def serve(paths: list[Path], *, title: str, port: int) -> None:
     """Serve the page until Ctrl-C."""
     from bitplan.report.live import LiveReport
 
-    for path in given:
+    for path in paths:
         if not path.exists() and not path.parent.is_dir():
             raise FileFormatError(f"{path}: neither it nor its folder exists; give the folder that the run writes to")
-    server = LiveReport(lambda: records_among(given)[0], title=title, port=port)
-    say(f"{server.address} shows {', '.join(map(str, given))} as it grows; Ctrl-C ends it")
+    server = LiveReport(lambda: records_among(paths)[0], title=title, port=port)
+    say(f"{server.address} shows {', '.join(map(str, paths))} as it grows; Ctrl-C ends it")
     try:
         server.serve_forever()
     except KeyboardInterrupt:
@@ -69,13 +69,13 @@ def serve(given: list[Path], *, title: str, port: int) -> None:
         server.server_close()
 
 
-def records_among(given: list[Path]) -> tuple[list[Path], list[str]]:
+def records_among(paths: list[Path]) -> tuple[list[Path], list[str]]:
     """Files as they are, and what is in folders; and what is left out of those, with the reason."""
     records: list[Path] = []
     left_out: list[str] = []
-    for path in given:
-        known, others = records_of_folder(path) if path.is_dir() else ([path], [])
-        records, left_out = records + known, left_out + others
+    for path in paths:
+        own_records, others = records_of_folder(path) if path.is_dir() else ([path], [])
+        records, left_out = records + own_records, left_out + others
     return records, left_out
 
 
@@ -100,5 +100,5 @@ def records_of_folder(folder: Path) -> tuple[list[Path], list[str]]:
 
 def records_of_search(folder: Path) -> list[Path]:
     """What a page shows of a folder that `search` or `fit` wrote; nothing for other folders."""
-    known = ([folder / first, folder / "plan.json"] for first in ("fit.json", "front.json"))
-    return next((records for records in known if all(record.is_file() for record in records)), [])
+    candidates = ([folder / first, folder / "plan.json"] for first in ("fit.json", "front.json"))
+    return next((records for records in candidates if all(record.is_file() for record in records)), [])

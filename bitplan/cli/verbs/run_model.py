@@ -79,8 +79,8 @@ def generate(
         torch.set_num_threads(threads)
     with progress("loading", 1):
         kind = getattr(torch, dtype) if dtype else None
-        place = device or _device()
-        lm = load_for_running(model, config=config, device=place, dtype=kind, inputs=inputs or AUTO, kv=kv)
+        target = device or _device()
+        lm = load_for_running(model, config=config, device=target, dtype=kind, inputs=inputs or AUTO, kv=kv)
 
     def answer(given: str | list[Message]) -> Generated:
         shown = (lambda _text: None) if as_json else _show_text
@@ -181,11 +181,11 @@ def bench(
 
     if threads is not None:
         torch.set_num_threads(threads)
-    place, kind = device or _device(), getattr(torch, dtype) if dtype else None
+    target, kind = device or _device(), getattr(torch, dtype) if dtype else None
     with progress("loading", 1):
         rounded = inputs or AUTO
-        models = [load_for_running(model, config=config, device=place, dtype=kind, inputs=rounded, kv=kv)]
-        models += [] if against is None else [load_for_running(against, device=place, dtype=kind, inputs=AUTO)]
+        models = [load_for_running(model, config=config, device=target, dtype=kind, inputs=rounded, kv=kv)]
+        models += [] if against is None else [load_for_running(against, device=target, dtype=kind, inputs=AUTO)]
     batches = batch or [1, 4, 16]
     with progress("timing", len(models) * len(batches) * (repeats + 1)) as advance:
         rows = bench_models(
@@ -197,7 +197,7 @@ def bench(
             on_turn=lambda label: advance(1, label),
         )
     if as_json:
-        show_json({"device": place, "threads": torch.get_num_threads(), "rows": [row.to_dict() for row in rows]})
+        show_json({"device": target, "threads": torch.get_num_threads(), "rows": [row.to_dict() for row in rows]})
         return
     shown = [
         {
@@ -213,7 +213,7 @@ def bench(
         }
         for row in rows
     ]
-    table(f"{model.name}: prompts of {prompt_tokens} tokens, then {tokens} tokens, on {place}", shown)
+    table(f"{model.name}: prompts of {prompt_tokens} tokens, then {tokens} tokens, on {target}", shown)
 
 
 def _check_model(model: Path, config: Path | None, kv: str | None = None) -> None:

@@ -193,8 +193,8 @@ def next_step(target: Target, model: str, out: Path, *more: str) -> str:
         return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
     output = output_name(target, model)
     verb, to = ("quantize", []) if target.export is None else ("export", ["--to", target.export])
-    given = [str(out)] if evidence_of_search(out) else [str(plan), "--evidence", str(out / "evidence.safetensors")]
-    words = ["bitplan", verb, model, output, *to, "--plan", *given, *more]
+    plan_words = [str(out)] if evidence_of_search(out) else [str(plan), "--evidence", str(out / "evidence.safetensors")]
+    words = ["bitplan", verb, model, output, *to, "--plan", *plan_words, *more]
     return f"apply it: {shlex.join(words)}"
 
 

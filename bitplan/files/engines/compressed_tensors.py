@@ -149,7 +149,7 @@ def _check_kernels(
     source: FolderSource, layers: Sequence[OutputTensor], joined: Sequence[Sequence[str]], engine: Engine
 ) -> None:
     """Refuse a packed layer that the engine could load and not multiply by."""
-    rows_of = {name: sum(source.file.spec(each).shape[0] for each in group) for group in joined for name in group}
+    rows_of = {name: sum(source.file.spec(name).shape[0] for name in group) for group in joined for name in group}
     for layer in layers:
         if layer.fmt is None or not layer.is_packed:
             continue

@@ -116,8 +116,8 @@ class FolderSource:
     @property
     def wide(self) -> Format:
         """What a quantized tensor becomes where it is to be plain: the type of the model."""
-        said = self.config.get("dtype") or self.config.get("torch_dtype")
-        return get_format(said if said in PLAIN else DEFAULT_TYPE)
+        dtype = self.config.get("dtype") or self.config.get("torch_dtype")
+        return get_format(dtype if dtype in PLAIN else DEFAULT_TYPE)
 
 
 def is_quantized(spec: TensorSpec) -> bool:
@@ -128,8 +128,8 @@ def is_quantized(spec: TensorSpec) -> bool:
 def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:
     """Refuse what is no model, an output that must not be written, and options of other targets."""
     if request.part_bytes is not None or request.pretokenizer is not None:
-        given = {"part_bytes": request.part_bytes, "pretokenizer": request.pretokenizer}
-        settings = dict.fromkeys(name for name, value in given.items() if value is not None)
+        options = {"part_bytes": request.part_bytes, "pretokenizer": request.pretokenizer}
+        settings = dict.fromkeys(name for name, value in options.items() if value is not None)
         raise StoreError(f"{request.output}: what is for GGUF alone was given", settings=settings)
     if container_for(request.output) is not None:
         raise StoreError(
@@ -272,11 +272,11 @@ class FolderExport:
         first_names = [
             layer.name for layer in dict.fromkeys(self._layers[spec.name] for shard in shards for spec in shard.tensors)
         ]
-        made = made_tensors(self, self._request, first_names)
+        results = made_tensors(self, self._request, first_names)
 
-        def write_shard(writer: Writer, own: Sequence[TensorSpec]) -> None:
-            for promise in own:
-                writer.write(promise.name, self._part(promise.name, made))
+        def write_shard(writer: Writer, specs: Sequence[TensorSpec]) -> None:
+            for promise in specs:
+                writer.write(promise.name, self._part(promise.name, results))
                 if on_bytes:
                     on_bytes(promise.nbytes, promise.name)
 
@@ -292,10 +292,10 @@ class FolderExport:
     def files(self) -> Sequence[Path]:
         return self._file.files
 
-    def _part(self, name: str, made: Iterator[Any]) -> Tensor:
+    def _part(self, name: str, results: Iterator[Any]) -> Tensor:
         """The parts of a layer come one after the other: they are made together, and each is taken once."""
         if name not in self._made:
-            layer, (tensors, rounded) = self._layers[name], next(made)
+            layer, (tensors, rounded) = self._layers[name], next(results)
             self._made |= dict(zip((promise.name for promise in layer.records), tensors, strict=True))
             if rounded:
                 self.report.rounded[layer.name] = rounded
@@ -304,8 +304,8 @@ class FolderExport:
     def make(self, job: str) -> tuple[list[Tensor], int]:
         """The tensors of a layer, by the name of the first, and how many numbers their type does not hold exactly."""
         layer = self._layers[job]
-        made = [self._of(layer, source) for source in layer.sources]
-        tensors = made[0] if len(made) == 1 else [torch.stack(parts) for parts in zip(*made, strict=True)]
+        pieces = [self._of(layer, source) for source in layer.sources]
+        tensors = pieces[0] if len(pieces) == 1 else [torch.stack(parts) for parts in zip(*pieces, strict=True)]
         return tensors, self._rounded.get(layer.name, 0)
 
     def _of(self, layer: OutputTensor, source: str) -> list[Tensor]:
@@ -330,15 +330,15 @@ class FolderExport:
     def _encoded(self, fmt: Format, source: str) -> Encoded:
         where, spec = f"{self._file.path}: {source}", self._file.spec(source)
         if spec.encoded and spec.format == fmt.name:
-            held = self._file.read(source)
-            assert isinstance(held, Encoded)
+            encoded = self._file.read(source)
+            assert isinstance(encoded, Encoded)
             base = self._base(fmt, source)
-            if base is not None and held.base is not None and float(held.base) != base:
+            if base is not None and encoded.base is not None and float(encoded.base) != base:
                 raise StoreError(
                     f"{where}: is packed with another base than the layers it is computed with; "
                     "export the model that it was made from"
                 )
-            return held
+            return encoded
         numbers = finite(readable(self._file.read_float(source), where), self._request.nonfinite, where)
         base = self._base(fmt, source)
         if self._evidence is not None and self._evidence.has(source):
@@ -357,10 +357,10 @@ class FolderExport:
 
     def _own_base(self, fmt: Format, name: str) -> float:
         spec = self._file.spec(name)
-        held = self._file.read(name) if spec.encoded and spec.format == fmt.name else None
-        made = held if isinstance(held, Encoded) else encode(self._file.read_float(name), fmt, name=name)
-        assert made.base is not None
-        return float(made.base)
+        stored = self._file.read(name) if spec.encoded and spec.format == fmt.name else None
+        encoded = stored if isinstance(stored, Encoded) else encode(self._file.read_float(name), fmt, name=name)
+        assert encoded.base is not None
+        return float(encoded.base)
 
 
 # ---- a plain Hugging Face folder -------------------------------------------------------------------------------------

@@ -179,8 +179,8 @@ class GptOssExport:
     """A prepared export; see `bitplan.files.engines.targets`."""
 
     def __init__(self, request: ExportRequest) -> None:
-        wanted = request.formats.name if isinstance(request.formats, Format) else request.formats
-        if not isinstance(wanted, str) or wanted not in _EXPERTS or request.keep or request.only:
+        fmt = request.formats.name if isinstance(request.formats, Format) else request.formats
+        if not isinstance(fmt, str) or fmt not in _EXPERTS or request.keep or request.only:
             raise StoreError(
                 f"{request.source}: gpt-oss is exported with its experts in mxfp4 or bfloat16 and the rest as it is; "
                 "give mxfp4 or bfloat16 as the format, and no names of tensors that stay or alone change",
@@ -188,7 +188,7 @@ class GptOssExport:
             )
         if request.evidence is not None or request.part_bytes is not None or request.dask is not None:
             raise StoreError(f"{request.source}: gpt-oss is exported to one file, takes no evidence and no cluster")
-        self._request, self._experts = request, _EXPERTS[wanted]
+        self._request, self._experts = request, _EXPERTS[fmt]
         folder = request.source if request.source.is_dir() else request.source.parent
         config = ModelConfig(folder)
         self._metadata = {"general.name": text(folder.resolve().name)}
@@ -262,9 +262,9 @@ def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
         evidence = None
         if statistics is not None:
             numbered = {
-                source: OtherName(item.name, place if len(item.sources) > 1 else None)
+                source: OtherName(item.name, index if len(item.sources) > 1 else None)
                 for item in outgoing
-                for place, source in enumerate(item.sources)
+                for index, source in enumerate(item.sources)
             }
             evidence = evidence_for(statistics, file, numbered)
             evidence.require_use(source for item in outgoing if item.is_packed for source in item.sources)
@@ -386,9 +386,9 @@ class GGUFExport:
             holds_plan=True,
         )
         with write_parts(request.output, promises, self._metadata, request.part_bytes, certificate) as writer:
-            made = made_tensors(self, request, [item.name for item in self._outgoing if item.computed is None])
+            results = made_tensors(self, request, [item.name for item in self._outgoing if item.computed is None])
             for item in self._outgoing:
-                writer.write(item.name, next(made) if item.computed is None else item.computed)
+                writer.write(item.name, next(results) if item.computed is None else item.computed)
                 if on_bytes:
                     on_bytes(item.records[0].nbytes, item.name)
             require_unchanged(self._stamps)
@@ -414,9 +414,9 @@ class GGUFExport:
     def _piece(self, item: OutputTensor, source: str) -> Tensor | Encoded:
         spec, where, fmt = self._file.spec(source), f"{self._file.path}: {source}", get_format(item.format_there)
         if spec.encoded and spec.format == fmt.name and not fmt.is_cast:
-            kept = self._file.read(source)
-            assert isinstance(kept, Encoded)
-            return kept if item.heads is None else _permuted_rows(kept, item.heads)
+            encoded = self._file.read(source)
+            assert isinstance(encoded, Encoded)
+            return encoded if item.heads is None else _permuted_rows(encoded, item.heads)
         numbers = self._file.read_float(source)
         if fmt.is_cast and not numbers.is_floating_point():
             return numbers

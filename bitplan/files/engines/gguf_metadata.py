@@ -130,11 +130,11 @@ class ModelConfig:
     @property
     def rope(self) -> Mapping[str, Any]:
         """Rotary settings as transformers 5 writes them; those of older configs in the same form."""
-        said = self.mapping("rope_parameters")
-        said = said["full_attention"] if isinstance(said.get("full_attention"), dict) else said
+        parameters = self.mapping("rope_parameters")
+        parameters = parameters["full_attention"] if isinstance(parameters.get("full_attention"), dict) else parameters
         scaling = dict(self.mapping("rope_scaling"))
-        scaling.setdefault("rope_type", scaling.pop("type", said.get("rope_type", "default")))
-        rope = {"rope_theta": self.get("rope_theta", 10000.0), **said, **scaling}
+        scaling.setdefault("rope_type", scaling.pop("type", parameters.get("rope_type", "default")))
+        rope = {"rope_theta": self.get("rope_theta", 10000.0), **parameters, **scaling}
         if not isinstance(rope["rope_type"], str):
             raise StoreError(f"{self.path}: rope_type must be a text, got {show(rope['rope_type'])}")
         return rope
@@ -196,9 +196,9 @@ def _check_gemma(config: ModelConfig) -> None:
         "attn_logit_softcapping": (config.get("attn_logit_softcapping"), None),
         "final_logit_softcapping": (config.get("final_logit_softcapping"), None),
     }
-    for key, (said, usual) in taken.items():
-        if said != usual:
-            raise StoreError(f"{config.path}: {key} is {show(said)}; llama.cpp's gemma3 computes with {show(usual)}")
+    for key, (value, usual) in taken.items():
+        if value != usual:
+            raise StoreError(f"{config.path}: {key} is {show(value)}; llama.cpp's gemma3 computes with {show(usual)}")
 
 
 def shorter_context(config: ModelConfig) -> int | None:
@@ -217,7 +217,7 @@ def _window_pattern(config: ModelConfig) -> int:
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list):
         raise StoreError(f"{config.path}: layer_types must be a list, got {show(kinds)}")
-    full = [place for place, kind in enumerate(kinds) if kind == "full_attention"]
+    full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     pattern = full[0] + 1 if full else max(_GEMMA_PATTERN, len(kinds) + 1)
     if not kinds:
         keys = [key for key in ("sliding_window_pattern", "_sliding_window_pattern") if config.get(key)]
@@ -231,7 +231,7 @@ def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
     """Architecture, sizes and constants, in llama.cpp's keys."""
     family = config.family
     _check_computation(config)
-    own = {
+    fields = {
         "block_count": whole(config.layers),
         "context_length": whole(shorter_context(config) or config.number("max_position_embeddings")),
         "embedding_length": whole(config.number("hidden_size")),
@@ -247,19 +247,19 @@ def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
     }
     experts = config.get("num_local_experts") or config.get("num_experts")
     if experts:
-        own["expert_count"] = whole(config.number("num_local_experts", "num_experts"))
-        own["expert_used_count"] = whole(config.number("num_experts_per_tok"))
+        fields["expert_count"] = whole(config.number("num_local_experts", "num_experts"))
+        fields["expert_used_count"] = whole(config.number("num_experts_per_tok"))
         if config.get("moe_intermediate_size"):
-            own["expert_feed_forward_length"] = whole(config.number("moe_intermediate_size"))
+            fields["expert_feed_forward_length"] = whole(config.number("moe_intermediate_size"))
     if family.architecture == "gemma3" and config.get("sliding_window"):
-        own["attention.sliding_window"] = whole(config.number("sliding_window"))
+        fields["attention.sliding_window"] = whole(config.number("sliding_window"))
         if (pattern := _window_pattern(config)) != _GEMMA_PATTERN:
-            own["attention.sliding_window_pattern"] = whole(pattern)
+            fields["attention.sliding_window_pattern"] = whole(pattern)
     return {
         "general.architecture": text(family.architecture),
         "general.type": text("model"),
         "general.name": text(name),
-        **{f"{family.architecture}.{key}": value for key, value in own.items()},
+        **{f"{family.architecture}.{key}": value for key, value in fields.items()},
     }
 
 
@@ -340,7 +340,7 @@ _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # of every llama 3
 _CONTEXTS = tuple(2**power for power in range(4, 21))
 
 
-class _Said:
+class _MetadataReader:
     """The metadata of one architecture, with errors that name the key."""
 
     def __init__(self, path: Path, metadata: Mapping[str, GGUFValue]) -> None:
@@ -348,8 +348,8 @@ class _Said:
         self.architecture = str(self._value("general.architecture"))
 
     def _value(self, key: str) -> Any:
-        found = self._metadata.get(key)
-        return None if found is None else found.value
+        entry = self._metadata.get(key)
+        return None if entry is None else entry.value
 
     def get(self, key: str, default: Any = None) -> Any:
         value = self._value(f"{self.architecture}.{key}")
@@ -383,110 +383,110 @@ def is_known(file: TensorFile) -> bool:
 
 def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
     """What transformers needs to know; an architecture of which that is not known is refused."""
-    said = _Said(path, file.metadata)
-    if said.architecture not in _TYPES:
+    source = _MetadataReader(path, file.metadata)
+    if source.architecture not in _TYPES:
         raise StoreError(
-            f"{path}: architecture {said.architecture!r} is none of which a folder is made ({', '.join(_TYPES)})"
+            f"{path}: architecture {source.architecture!r} is none of which a folder is made ({', '.join(_TYPES)})"
         )
-    experts = said.number("expert_count") if said.get("expert_count") else None
-    kinds = _TYPES[said.architecture]
+    experts = source.number("expert_count") if source.get("expert_count") else None
+    kinds = _TYPES[source.architecture]
     kind = kinds.get(bool(experts)) or next(iter(kinds.values()))
-    heads, width = said.number("attention.head_count"), said.number("embedding_length")
-    size = said.number("attention.key_length", said.number("rope.dimension_count", width // heads))
-    _refuse_other_computations(said, size)
+    heads, width = source.number("attention.head_count"), source.number("embedding_length")
+    size = source.number("attention.key_length", source.number("rope.dimension_count", width // heads))
+    _refuse_other_computations(source, size)
     config: dict[str, Any] = {
         "architectures": [GGUF_FAMILIES[kind].model_class],
         "model_type": kind,
         "dtype": "bfloat16",  # to compute in: a GGUF file names none
         "hidden_size": width,
-        "intermediate_size": said.number("feed_forward_length"),
-        "num_hidden_layers": said.number("block_count"),
+        "intermediate_size": source.number("feed_forward_length"),
+        "num_hidden_layers": source.number("block_count"),
         "num_attention_heads": heads,
-        "num_key_value_heads": said.number("attention.head_count_kv", heads),
+        "num_key_value_heads": source.number("attention.head_count_kv", heads),
         "head_dim": size,
-        "max_position_embeddings": said.number("context_length"),
-        "rms_norm_eps": said.real("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": source.number("context_length"),
+        "rms_norm_eps": source.real("attention.layer_norm_rms_epsilon"),
         "vocab_size": file.spec("token_embd.weight").shape[0],
         "tie_word_embeddings": "output.weight" not in file.specs,
-        "bos_token_id": said.token("bos"),
-        "eos_token_id": said.token("eos"),
-        "pad_token_id": said.token("padding"),
-        "rope_parameters": _rotations(said),
+        "bos_token_id": source.token("bos"),
+        "eos_token_id": source.token("eos"),
+        "pad_token_id": source.token("padding"),
+        "rope_parameters": _rotations(source),
     }
-    if said.architecture == "llama":
+    if source.architecture == "llama":
         config["attention_bias"] = "blk.0.attn_q.bias" in file.specs
         config["mlp_bias"] = "blk.0.ffn_gate.bias" in file.specs
     if experts:
-        config |= {"num_local_experts": experts, "num_experts_per_tok": said.number("expert_used_count")}
+        config |= {"num_local_experts": experts, "num_experts_per_tok": source.number("expert_used_count")}
     if kind == "mixtral":
         config["sliding_window"] = None
     elif kind == "qwen3_moe":
-        config |= {"moe_intermediate_size": said.number("expert_feed_forward_length"), "norm_topk_prob": True}
+        config |= {"moe_intermediate_size": source.number("expert_feed_forward_length"), "norm_topk_prob": True}
         config |= {"num_experts": experts, "decoder_sparse_step": 1, "mlp_only_layers": []}
     elif kind == "gemma3_text":
-        config |= _gemma(said, size)
+        config |= _gemma(source, size)
     if ROTATIONS in file.specs:
         config["rope_parameters"] |= _llama_3(path, file, config)
     return config
 
 
-def _refuse_other_computations(said: _Said, head_size: int) -> None:
+def _refuse_other_computations(source: _MetadataReader, head_size: int) -> None:
     """Refuse what llama.cpp reads and transformers' model of the architecture has no place for."""
     usual: dict[str, float] = {"rope.dimension_count": head_size, "attention.causal": True}
-    if said.architecture == "gemma3":
+    if source.architecture == "gemma3":
         usual |= {"rope.freq_base_swa": LOCAL_ROTATIONS, "final_logit_softcapping": 0, "attn_logit_softcapping": 0}
     for key, value in usual.items():
-        if said.get(key, value) != value:
+        if source.get(key, value) != value:
             raise StoreError(
-                f"{said.path}: {said.architecture}.{key} is {show(said.get(key))}, which no config.json that is made "
-                f"here says (it has {show(value)}); give the model's folder"
+                f"{source.path}: {source.architecture}.{key} is {show(source.get(key))}, which no config.json that is "
+                f"made here says (it has {show(value)}); give the model's folder"
             )
 
 
 def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, Any]:
     """The settings that give the file's rotations, which it has as numbers."""
-    wanted = [float(number) for number in file.read_float(ROTATIONS).reshape(-1)]
+    stored = [float(number) for number in file.read_float(ROTATIONS).reshape(-1)]
     for context in _CONTEXTS:
-        own = {**_LLAMA_3, "factor": max(wanted), "original_max_position_embeddings": context, "rope_type": "llama3"}
-        factors = rope_factors(ModelConfig(path, {**config, "rope_parameters": {**config["rope_parameters"], **own}}))
+        rope = {**_LLAMA_3, "factor": max(stored), "original_max_position_embeddings": context, "rope_type": "llama3"}
+        factors = rope_factors(ModelConfig(path, {**config, "rope_parameters": {**config["rope_parameters"], **rope}}))
         assert factors is not None
-        if len(factors) == len(wanted) and all(
-            abs(one - other) <= 1e-4 * other for one, other in zip(factors, wanted, strict=True)
+        if len(factors) == len(stored) and all(
+            abs(one - other) <= 1e-4 * other for one, other in zip(factors, stored, strict=True)
         ):
-            return own
+            return rope
     raise StoreError(
         f"{path}: its rotations ({ROTATIONS}) are none of llama 3's, so no config.json can be made; "
         "give the model's folder"
     )
 
 
-def _rotations(said: _Said) -> dict[str, Any]:
-    rotations: dict[str, Any] = {"rope_theta": said.real("rope.freq_base", 10_000.0), "rope_type": "default"}
-    factor = said.real("rope.scaling.factor", said.real("rope.scale_linear", 0.0)) or 1.0  # an older name of it
-    kind = said.get("rope.scaling.type", "none" if factor == 1 else "linear")
-    unusual = [key for key, usual in ONLY_GGUF.items() if said.real(key, usual) != usual]
+def _rotations(source: _MetadataReader) -> dict[str, Any]:
+    rotations: dict[str, Any] = {"rope_theta": source.real("rope.freq_base", 10_000.0), "rope_type": "default"}
+    factor = source.real("rope.scaling.factor", source.real("rope.scale_linear", 0.0)) or 1.0  # an older name of it
+    kind = source.get("rope.scaling.type", "none" if factor == 1 else "linear")
+    unusual = [key for key, usual in ONLY_GGUF.items() if source.real(key, usual) != usual]
     if kind not in ("none", "linear", "yarn") or unusual:
         raise StoreError(
-            f"{said.path}: rotary positions of type {show(kind)}{''.join(f', {key}' for key in unusual)}, which no "
+            f"{source.path}: rotary positions of type {show(kind)}{''.join(f', {key}' for key in unusual)}, which no "
             "config.json that is made here says; give the model's folder"
         )
     if kind != "none":
         rotations |= {"rope_type": kind, "factor": factor}
-        if said.get("rope.scaling.original_context_length"):
-            rotations["original_max_position_embeddings"] = said.number("rope.scaling.original_context_length")
+        if source.get("rope.scaling.original_context_length"):
+            rotations["original_max_position_embeddings"] = source.number("rope.scaling.original_context_length")
     if kind == "yarn":
-        betas = {name: said.real(f"rope.scaling.yarn_{name}", usual) for name, usual in YARN_BETAS.items()}
+        betas = {name: source.real(f"rope.scaling.yarn_{name}", usual) for name, usual in YARN_BETAS.items()}
         rotations |= {name: value for name, value in betas.items() if value != YARN_BETAS[name]}
     return rotations
 
 
-def _gemma(said: _Said, size: int) -> dict[str, Any]:
-    pattern = said.number("attention.sliding_window_pattern", _GEMMA_PATTERN)
-    layers = said.number("block_count")
+def _gemma(source: _MetadataReader, size: int) -> dict[str, Any]:
+    pattern = source.number("attention.sliding_window_pattern", _GEMMA_PATTERN)
+    layers = source.number("block_count")
     kinds = ["full_attention" if (at + 1) % pattern == 0 else "sliding_attention" for at in range(layers)]
-    rotations = _rotations(said)
+    rotations = _rotations(source)
     return {
-        "sliding_window": said.number("attention.sliding_window"),
+        "sliding_window": source.number("attention.sliding_window"),
         "layer_types": kinds,
         "query_pre_attn_scalar": size,
         "hidden_activation": "gelu_pytorch_tanh",

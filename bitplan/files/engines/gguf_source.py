@@ -60,9 +60,9 @@ def name_table(architecture: str, layers: int) -> TensorNameMap:
 
 def gguf_name(table: TensorNameMap, name: str) -> str | None:
     """GGUF's name of a Hugging Face tensor, one for all experts of a layer; None where the table has none."""
-    own = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
-    own = own.replace("language_model.lm_head.", "lm_head.")
-    new: str | None = table.get_name(without_expert(own), try_suffixes=(".weight", ".bias"))
+    text_name = name.replace("language_model.model.", "model.").replace("model.language_model.", "model.")
+    text_name = text_name.replace("language_model.lm_head.", "lm_head.")
+    new: str | None = table.get_name(without_expert(text_name), try_suffixes=(".weight", ".bias"))
     return new
 
 
@@ -86,14 +86,14 @@ class GGUFNames:
             )
         return new
 
-    def check_whole(self, found: set[str]) -> None:
+    def check_whole(self, names: set[str]) -> None:
         """A model by half loads in no engine: say so here."""
-        wanted = {"token_embd.weight", "output_norm.weight"}
+        expected = {"token_embd.weight", "output_norm.weight"}
         if self._config.get("tie_word_embeddings") is False:
-            wanted.add("output.weight")  # llama.cpp takes the embedding in its place
-        own = {name.split(".", 2)[2] for name in found if name.startswith("blk.")} | {"attn_norm.weight"}
-        wanted |= {f"blk.{layer}.{name}" for layer in range(self._config.layers) for name in own}
-        if missing := sorted(wanted - found):
+            expected.add("output.weight")  # llama.cpp takes the embedding in its place
+        layer_names = {name.split(".", 2)[2] for name in names if name.startswith("blk.")} | {"attn_norm.weight"}
+        expected |= {f"blk.{layer}.{name}" for layer in range(self._config.layers) for name in layer_names}
+        if missing := sorted(expected - names):
             raise StoreError(
                 f"{self._where}: no tensor becomes {missing[0]!r}; the checkpoint lacks a part of the model"
             )
@@ -176,22 +176,22 @@ def gguf_origins(file: TensorFile) -> dict[str, Origin]:
     return dict(_places(names, config, str(file.path)))
 
 
-def fit_names(wanted: Wanted, file: TensorFile) -> Wanted:
+def fit_names(formats: Wanted, file: TensorFile) -> Wanted:
     """A plan under GGUF's names for a file under Hugging Face's, or the reverse, under the file's; all else as it is.
 
     A tensor that stays has the file's own type. What has no other name keeps its own, and is refused as any other plan.
     """
     names = {*file.specs, *file.tied}
-    if not isinstance(wanted, Plan) or wanted.keys() == names or not (origins := gguf_origins(file)):
-        return wanted
+    if not isinstance(formats, Plan) or formats.keys() == names or not (origins := gguf_origins(file)):
+        return formats
     if isinstance(file, GGUFTensors):
-        entries, used = _under_gguf_names(wanted, origins, str(file.path))
+        entries, used = _under_gguf_names(formats, origins, str(file.path))
     else:
-        entries, used = _under_own_names(wanted, origins, file)
+        entries, used = _under_own_names(formats, origins, file)
     if not used:
-        return wanted
+        return formats
     stored = plan_of_stored(file)
-    entries |= {name: entry for name, entry in wanted.entries.items() if name not in used and name != ROTATIONS}
+    entries |= {name: entry for name, entry in formats.entries.items() if name not in used and name != ROTATIONS}
     if ROTATIONS in names:
         entries.setdefault(ROTATIONS, stored.entries[ROTATIONS])
     fitted = {
@@ -202,7 +202,7 @@ def fit_names(wanted: Wanted, file: TensorFile) -> Wanted:
         else entry
         for name, entry in entries.items()
     }
-    return Plan(fitted, padding=wanted.padding)
+    return Plan(fitted, padding=formats.padding)
 
 
 def _under_own_names(
@@ -226,19 +226,19 @@ def _under_gguf_names(plan: Plan, origins: Mapping[str, Origin], where: str) -> 
     entries: dict[str, Planned] = {}
     used: set[str] = set()
     for new in dict.fromkeys(origin.name for origin in origins.values()):
-        own = [name for name, origin in origins.items() if origin.name == new]
-        if new in plan or any(name not in plan for name in own):
+        experts = [name for name, origin in origins.items() if origin.name == new]
+        if new in plan or any(name not in plan for name in experts):
             continue
-        formats = {plan[name].format for name in own}
+        formats = {plan[name].format for name in experts}
         if len(formats) > 1:
             raise PlanError(
-                f"{where}: the {len(own)} experts of {new!r} are one tensor in GGUF and need one format, "
+                f"{where}: the {len(experts)} experts of {new!r} are one tensor in GGUF and need one format, "
                 f"the plan gives {', '.join(sorted(formats))}"
             )
-        entry = plan.entries[own[0]]
-        is_stack = entry.shape is not None and origins[own[0]].expert is not None
-        entries[new] = replace(entry, shape=(len(own), *entry.shape)) if is_stack and entry.shape else entry
-        used |= {*own}
+        entry = plan.entries[experts[0]]
+        is_stack = entry.shape is not None and origins[experts[0]].expert is not None
+        entries[new] = replace(entry, shape=(len(experts), *entry.shape)) if is_stack and entry.shape else entry
+        used |= {*experts}
     head, table = "lm_head.weight", "model.embed_tokens.weight"
     if used and head in plan and head not in origins and table in plan and plan[head].format == plan[table].format:
         used.add(head)  # tied: GGUF has it once
@@ -247,7 +247,7 @@ def _under_gguf_names(plan: Plan, origins: Mapping[str, Origin], where: str) -> 
 
 def evidence_of(statistics: EvidenceFile, file: TensorFile) -> WeightEvidence:
     """Statistics for a file's tensors, under its own names or the other ones."""
-    others = {name: OtherName(each.name, each.expert, each.heads) for name, each in gguf_origins(file).items()}
+    others = {name: OtherName(origin.name, origin.expert, origin.heads) for name, origin in gguf_origins(file).items()}
     return evidence_for(statistics, file, {} if isinstance(file, GGUFTensors) else others)
 
 
@@ -264,18 +264,18 @@ class GGUFModel(TensorFile):
         self.path, self._described = weights or path, path
         self._kept = tempfile.TemporaryDirectory()
         with on_failure(self._kept.cleanup):
-            said = self._file = open_tensors(path)
+            stored = self._file = open_tensors(path)
         with on_failure(self.close):
-            if not isinstance(said, GGUFTensors):
+            if not isinstance(stored, GGUFTensors):
                 raise StoreError(f"{path}: is no GGUF file, and config and tokenizer are to be made of one")
-            config, self._metadata = config_of(path, said), said.metadata
+            config, self._metadata = config_of(path, stored), stored.metadata
             write_json(self.folder / "config.json", config)
             if with_tokenizer:
                 self.tokenizer.save_pretrained(self.folder)
             if weights is not None:
                 self._file = open_tensors(weights)
-                said.close()
-            if self._file.specs.keys() <= said.specs.keys():  # GGUF's names
+                stored.close()
+            if self._file.specs.keys() <= stored.specs.keys():  # GGUF's names
                 self.origins = dict(origins_in(self._file, ModelConfig(path, config)))
             else:
                 self.origins = {name: Origin(name) for name in self._file.specs}

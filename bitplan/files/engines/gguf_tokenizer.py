@@ -285,7 +285,7 @@ def _special(folder: Path, vocabulary: int, *, with_merges: bool) -> dict[str, G
     log = logging.getLogger(SpecialVocab.__module__)
     log.addFilter(_is_of_one_text)
     try:
-        found = SpecialVocab(folder, load_merges=with_merges, n_vocab=vocabulary)
+        vocab = SpecialVocab(folder, load_merges=with_merges, n_vocab=vocabulary)
     except Exception as error:  # it goes through these files as if they were sound
         raise StoreError(
             f"{folder}: gguf finds no special tokens in config.json, tokenizer.json and tokenizer_config.json "
@@ -295,19 +295,19 @@ def _special(folder: Path, vocabulary: int, *, with_merges: bool) -> dict[str, G
         log.removeFilter(_is_of_one_text)
     keys: dict[str, GGUFValue] = {}
     if with_merges:
-        keys[Keys.Tokenizer.MERGES] = array(GGUFValueType.STRING, found.merges)
+        keys[Keys.Tokenizer.MERGES] = array(GGUFValueType.STRING, vocab.merges)
     keys |= {
-        SPECIAL_KEYS[kind]: whole(number) for kind, number in found.special_token_ids.items() if kind in SPECIAL_KEYS
+        SPECIAL_KEYS[kind]: whole(number) for kind, number in vocab.special_token_ids.items() if kind in SPECIAL_KEYS
     }
     keys |= {
         _ADD_KEYS[kind]: flag(value)
-        for kind, value in found.add_special_token.items()
+        for kind, value in vocab.add_special_token.items()
         if kind in _ADD_KEYS and isinstance(value, bool)
     }
-    if isinstance(found.chat_template, str):
-        keys[Keys.Tokenizer.CHAT_TEMPLATE] = text(found.chat_template)
-    elif isinstance(found.chat_template, list):
-        named = [item for item in found.chat_template if isinstance(item, dict) and item.get("name") == "default"]
+    if isinstance(vocab.chat_template, str):
+        keys[Keys.Tokenizer.CHAT_TEMPLATE] = text(vocab.chat_template)
+    elif isinstance(vocab.chat_template, list):
+        named = [item for item in vocab.chat_template if isinstance(item, dict) and item.get("name") == "default"]
         if named and isinstance(named[0].get("template"), str):
             keys[Keys.Tokenizer.CHAT_TEMPLATE] = text(named[0]["template"])
     return keys

@@ -102,7 +102,7 @@ def prepare(request: ExportRequest) -> FolderExport:
 
 def _outputs(source: FolderSource) -> dict[str, list[str]]:
     """The output's names, each with the tensors of the source that it is made of."""
-    found: dict[str, list[str]] = {}
+    outputs: dict[str, list[str]] = {}
     for name in source.file.specs:
         new = name
         if expert := split_expert(name):
@@ -111,8 +111,8 @@ def _outputs(source: FolderSource) -> dict[str, list[str]]:
             if layer not in _EXPERTS:
                 raise StoreError(f"{source.file.path}: mlx_lm has no place for {name!r} among a layer's experts")
             new = f"{holder.removesuffix('.experts')}.switch_mlp.{_EXPERTS[layer]}.{kind}"
-        found.setdefault(new, []).append(name)
-    return found
+        outputs.setdefault(new, []).append(name)
+    return outputs
 
 
 def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputTensor:
@@ -140,17 +140,17 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputTensor
 
 
 def promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec, ...]:
-    held = QUANTIZATIONS[fmt.name]
+    layout = QUANTIZATIONS[fmt.name]
     stem, lead, columns = name.removesuffix(".weight"), shape[:-1], shape[-1]
-    words = TensorSpec.of(name, (*lead, columns * held.bits // 32), None, torch.uint32)
-    scales = TensorSpec.of(f"{stem}.scales", (*lead, columns // held.group_size), None, held.scales)
-    if held.mode != "affine":
+    words = TensorSpec.of(name, (*lead, columns * layout.bits // 32), None, torch.uint32)
+    scales = TensorSpec.of(f"{stem}.scales", (*lead, columns // layout.group_size), None, layout.scales)
+    if layout.mode != "affine":
         return words, scales
-    return words, scales, TensorSpec.of(f"{stem}.biases", scales.shape, None, held.scales)
+    return words, scales, TensorSpec.of(f"{stem}.biases", scales.shape, None, layout.scales)
 
 
 def _pack(encoded: Encoded, _layer: OutputTensor, where: str) -> list[Tensor]:
-    held = QUANTIZATIONS[encoded.fmt.name]
+    layout = QUANTIZATIONS[encoded.fmt.name]
     if isinstance(encoded.fmt, GgufBlocks):
         blocks = encoded.fmt.layout.unpack(encoded.data.reshape(-1, encoded.fmt.layout.block_bytes))
         assert blocks.dmin is not None
@@ -158,9 +158,9 @@ def _pack(encoded: Encoded, _layer: OutputTensor, where: str) -> list[Tensor]:
         shape = encoded.shape[:-1]
         return [_words(pairs.reshape(*shape, -1)), blocks.d.reshape(*shape, -1), blocks.dmin.reshape(*shape, -1)]
     assert encoded.scales is not None
-    if held.mode != "affine":
+    if layout.mode != "affine":
         return [_words(encoded.data.view(torch.uint8)), encoded.scales.view(torch.uint8)]
-    if held.bits == 8:
+    if layout.bits == 8:
         codes, zero = encoded.data.view(torch.uint8) ^ 128, 128
     elif encoded.fmt.name == "q4_0_gguf":  # a byte holds numbers j and j + 16 of its block; here j and j + 1
         halves = encoded.data.reshape(*encoded.shape[:-1], -1, 16)

@@ -191,10 +191,10 @@ class Prepared(Protocol):
 
 def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
     """Bytes of a weight in a target's files: MLX has a bias beside every scale; None counts the format itself."""
-    held = get_format(fmt)
-    if to not in _OWN_LAYOUTS or held.is_cast:
-        return held.nbytes(shape)
-    promises = importlib.import_module(TARGETS[to]).promises("", shape, held)
+    stored = get_format(fmt)
+    if to not in _OWN_LAYOUTS or stored.is_cast:
+        return stored.nbytes(shape)
+    promises = importlib.import_module(TARGETS[to]).promises("", shape, stored)
     return sum(promise.nbytes for promise in promises)
 
 
@@ -234,11 +234,11 @@ def made_tensors(export: TensorExport, request: ExportRequest, names: Sequence[s
         yield from map(export.make, names)
         return
     evidence = None if request.evidence is None else request.evidence.absolute()
-    there = replace(
+    sent = replace(
         request, source=request.source.absolute(), output=request.output.absolute(), evidence=evidence, dask=None
     )
     with Cluster(request.dask) as cluster:
-        yield from cluster.map(partial(_open_export, there, export.report.target, file_sizes(export.files)), names)
+        yield from cluster.map(partial(_open_export, sent, export.report.target, file_sizes(export.files)), names)
 
 
 def _open_export(request: ExportRequest, to: str, sizes: Mapping[str, int]) -> TensorExport:
@@ -248,10 +248,10 @@ def _open_export(request: ExportRequest, to: str, sizes: Mapping[str, int]) -> T
 
 def kv_of_request(request: ExportRequest) -> KVFormats | None:
     """The formats of keys and values that the plan has, or else the packed folder that is exported."""
-    known = KVFormats.of_plan(request.formats) if isinstance(request.formats, Plan) else None
-    if known is None and is_model_folder(request.source):
-        known = folder_kv(read_config(request.source), str(request.source))
-    return known
+    kv = KVFormats.of_plan(request.formats) if isinstance(request.formats, Plan) else None
+    if kv is None and is_model_folder(request.source):
+        kv = folder_kv(read_config(request.source), str(request.source))
+    return kv
 
 
 def kv_note(to: str, kv: KVFormats) -> str:

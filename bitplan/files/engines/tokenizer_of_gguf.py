@@ -50,7 +50,7 @@ _SAME_RULES = {
 _WHOLE_WORDS_FIRST = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "lfm2", "tekken"}
 _NORMALIZERS = {"qwen2": {"type": "NFC"}}
 _SPECIAL = {f"{kind}_token": key for kind, key in SPECIAL_KEYS.items()} | {"cls_token": "tokenizer.ggml.cls_token_id"}
-_LOWERCASE, _STRIP_ACCENTS = (f"tokenizer.ggml.normalizer.{what}" for what in ("lowercase", "strip_accents"))
+_LOWERCASE, _STRIP_ACCENTS = (f"tokenizer.ggml.normalizer.{name}" for name in ("lowercase", "strip_accents"))
 # llama.cpp's numbers of special tokens where a file names none.
 _USUAL = {
     "gpt2": {},
@@ -63,13 +63,13 @@ _LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, 
 
 @dataclass(frozen=True)
 class _Vocabulary:
-    """A file's tokens, what kind each is, merges or scores, and special tokens by number; `said` gives its keys."""
+    """A file's tokens, what kind each is, merges or scores, and special tokens by number; `value_of` gives its keys."""
 
     words: list[str]
     kinds: list[int]
     learnt: list[Any]
     special: dict[str, int]
-    said: Callable[[str], Any]
+    value_of: Callable[[str], Any]
     where: Path
 
     @cached_property
@@ -92,7 +92,7 @@ class _Vocabulary:
                 yield {"id": number, "content": self.words[number], "special": special} | flags
 
     def flag(self, key: str, default: bool) -> bool:
-        value = self.said(key)
+        value = self.value_of(key)
         if value is not None and type(value) is not bool:
             raise StoreError(f"{self.where}: {key} must be true or false, got {value!r}")
         return default if value is None else value
@@ -101,25 +101,25 @@ class _Vocabulary:
 def tokenizer_of_gguf(metadata: Mapping[str, GGUFValue], where: Path) -> Any | None:
     """A tokenizer of transformers; None for a kind that transformers has to read."""
 
-    def said(key: str) -> Any:
+    def value_of(key: str) -> Any:
         return getattr(metadata.get(key), "value", None)
 
-    kind, rules = said(Keys.Tokenizer.MODEL), said(Keys.Tokenizer.PRE) or "default"
-    known = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
-    if kind not in known or (kind == "gpt2" and _SAME_RULES.get(str(rules), rules) not in _STEPS):
-        what = f"splits text by the rules {rules!r}" if kind == "gpt2" else f"has a tokenizer of the kind {kind!r}"
+    kind, rules = value_of(Keys.Tokenizer.MODEL), value_of(Keys.Tokenizer.PRE) or "default"
+    builders = {"gpt2": _byte_level, "llama": _sentencepiece, "bert": _wordpiece}
+    if kind not in builders or (kind == "gpt2" and _SAME_RULES.get(str(rules), rules) not in _STEPS):
+        fault = f"splits text by the rules {rules!r}" if kind == "gpt2" else f"has a tokenizer of the kind {kind!r}"
         warnings.warn(
-            f"{where}: {what}, which is not known here; transformers' reader of GGUF goes by rules of its own, so "
+            f"{where}: {fault}, which is not known here; transformers' reader of GGUF goes by rules of its own, so "
             "tokens may differ from llama.cpp's: give the model's folder if you have it",
             stacklevel=2,
         )
         return None
     library = require("transformers", purpose=f"reading the tokenizer of {where.name}", extra="models")
-    vocabulary = _vocabulary(said, kind, where)
+    vocabulary = _vocabulary(value_of, kind, where)
     document = {"version": "1.0", "truncation": None, "padding": None, "added_tokens": list(vocabulary.added())}
-    document |= known[kind](vocabulary)
+    document |= builders[kind](vocabulary)
     options: dict[str, Any] = {name: vocabulary.words[number] for name, number in vocabulary.special.items()}
-    template = said(Keys.Tokenizer.CHAT_TEMPLATE)
+    template = value_of(Keys.Tokenizer.CHAT_TEMPLATE)
     if isinstance(template, str):
         options["chat_template"] = template
     try:
@@ -134,12 +134,12 @@ def tokenizer_of_gguf(metadata: Mapping[str, GGUFValue], where: Path) -> Any | N
         raise StoreError(f"{where}: its tokenizer cannot be used: {' '.join(str(error).split())[:200]}") from error
 
 
-def _vocabulary(said: Callable[[str], Any], kind: str, where: Path) -> _Vocabulary:
-    def items_of(key: str, what: str, *types: type) -> list[Any] | None:
-        value = said(key)
+def _vocabulary(value_of: Callable[[str], Any], kind: str, where: Path) -> _Vocabulary:
+    def items_of(key: str, kind_of_items: str, *types: type) -> list[Any] | None:
+        value = value_of(key)
         items = list(value) if isinstance(value, Sequence) and not isinstance(value, str) else None
         if value is not None and (items is None or not set(map(type, items)) <= set(types)):
-            raise StoreError(f"{where}: {key} must be a list of {what}")
+            raise StoreError(f"{where}: {key} must be a list of {kind_of_items}")
         return items
 
     words = items_of(Keys.Tokenizer.LIST, "texts", str) or []
@@ -155,19 +155,19 @@ def _vocabulary(said: Callable[[str], Any], kind: str, where: Path) -> _Vocabula
     if len(counted := Counter(words)) < len(words):
         word, times = counted.most_common(1)[0]
         raise StoreError(f"{where}: the token {word!r} is there {times} times; export from the model's folder")
-    special = {name: said(key) for name, key in _SPECIAL.items() if said(key) is not None}
+    special = {name: value_of(key) for name, key in _SPECIAL.items() if value_of(key) is not None}
     for name, number in special.items():
         if type(number) is not int or not 0 <= number < len(words):
             raise StoreError(f"{where}: {_SPECIAL[name]} is {number!r}; the file has {len(words)} tokens")
     usual = {name: number for name, number in _USUAL[kind].items() if number < len(words)}
-    return _Vocabulary(words, kinds, items or [], usual | special, said, where)
+    return _Vocabulary(words, kinds, items or [], usual | special, value_of, where)
 
 
 # ---- the kinds -----------------------------------------------------------------------------------------------------
 
 
 def _byte_level(vocabulary: _Vocabulary) -> dict[str, Any]:
-    name = str(vocabulary.said(Keys.Tokenizer.PRE) or "default")
+    name = str(vocabulary.value_of(Keys.Tokenizer.PRE) or "default")
     rules = _SAME_RULES.get(name, name)
     model = {
         "unk_token": None,  # llama.cpp leaves out a byte that no token has

@@ -56,7 +56,7 @@ def prepare(request: ExportRequest) -> FolderExport:
         layers = [_layer(source, name) for name in source.file.specs]
         if not any(layer.is_packed for layer in layers):
             raise StoreError(f"{request.source}: no layer would be packed; {STAYS}")
-    said = {
+    quantization = {
         "quant_method": TARGET,
         "quant_type": {"default": fqn_to_config(layers)},
         "modules_to_not_convert": None,
@@ -64,13 +64,13 @@ def prepare(request: ExportRequest) -> FolderExport:
         "untie_embedding_weights": False,
     }
     notes = _notes(source, layers)
-    said |= {"load_with": notes[0]} if notes else {}
+    quantization |= {"load_with": notes[0]} if notes else {}
     export = FolderExport(
         request,
         TARGET,
         source,
         layers,
-        {**source.config, "quantization_config": said},
+        {**source.config, "quantization_config": quantization},
         _pack,
         metadata=_metadata(source, layers),
     )
@@ -109,16 +109,18 @@ def _layer(source: FolderSource, name: str) -> OutputTensor:
 
 
 def _promises(name: str, shape: tuple[int, ...], fmt: Format) -> tuple[TensorSpec, ...]:
-    module, _, own = name.rpartition(".")
+    module, _, weight = name.rpartition(".")
     parts = fmt.part_shapes(shape)
     codes = (shape, torch.int8) if fmt.name in _GROUPS else (parts["data"][1], parts["data"][0])
     scale_dtype, scale_shape = parts["scales"]
-    found = {"qdata": codes, "scale": (scale_shape, scale_dtype)}
+    tensors = {"qdata": codes, "scale": (scale_shape, scale_dtype)}
     if fmt.name in _GROUPS:
-        found["zero_point"] = (scale_shape, torch.int8)
+        tensors["zero_point"] = (scale_shape, torch.int8)
     if fmt.name == "nvfp4":
-        found["per_tensor_scale"] = ((), torch.float32)
-    return tuple(TensorSpec.of(f"{module}._{own}_{part}", size, None, dtype) for part, (size, dtype) in found.items())
+        tensors["per_tensor_scale"] = ((), torch.float32)
+    return tuple(
+        TensorSpec.of(f"{module}._{weight}_{part}", size, None, kind) for part, (size, kind) in tensors.items()
+    )
 
 
 def _pack(encoded: Encoded, _layer: OutputTensor, _where: str) -> list[Tensor]:
@@ -134,38 +136,38 @@ def _pack(encoded: Encoded, _layer: OutputTensor, _where: str) -> list[Tensor]:
 # ---- what torchao reads beside the numbers -------------------------------------------------------------------------
 
 
-def _said(kind: str, data: Any, version: int | None = None) -> dict[str, Any]:
+def _object(kind: str, data: Any, version: int | None = None) -> dict[str, Any]:
     return {"_type": kind, **({} if version is None else {"_version": version}), "_data": data}
 
 
 def _dtype(name: str) -> dict[str, Any]:
-    return _said("torch.dtype", name)
+    return _object("torch.dtype", name)
 
 
-_PER_ROW = _said("PerRow", {"dim": -1}, 1)
+_PER_ROW = _object("PerRow", {"dim": -1}, 1)
 
 
 def layer_config(fmt: str) -> dict[str, Any]:
     """The config by which torchao itself would quantize a layer to this format, as its `config_to_dict` writes it."""
     if fmt == "int8_row":
-        return _said(
+        return _object(
             "Int8WeightOnlyConfig", {"group_size": None, "granularity": _PER_ROW, "set_inductor_config": True}, 2
         )
     if fmt == "fp8_e4m3_row":
-        said = {"weight_dtype": _dtype("float8_e4m3fn"), "set_inductor_config": True, "granularity": _PER_ROW}
-        return _said("Float8WeightOnlyConfig", said, 2)
+        options = {"weight_dtype": _dtype("float8_e4m3fn"), "set_inductor_config": True, "granularity": _PER_ROW}
+        return _object("Float8WeightOnlyConfig", options, 2)
     if fmt == "nvfp4":
-        return _said("NVFP4WeightOnlyConfig", {"use_dynamic_per_tensor_scale": True}, 1)
+        return _object("NVFP4WeightOnlyConfig", {"use_dynamic_per_tensor_scale": True}, 1)
     kind, size = _GROUPS[fmt]
-    return _said(
+    return _object(
         "IntxWeightOnlyConfig",
         {
             "weight_dtype": _dtype(kind),
-            "granularity": _said("PerGroup", {"group_size": size}, 1),
-            "mapping_type": _said("MappingType", "SYMMETRIC"),
+            "granularity": _object("PerGroup", {"group_size": size}, 1),
+            "mapping_type": _object("MappingType", "SYMMETRIC"),
             "scale_dtype": None,
-            "intx_packing_format": _said("IntxPackingFormat", "UNPACKED_TO_INT8"),
-            "intx_choose_qparams_algorithm": _said("IntxChooseQParamsAlgorithm", "AFFINE"),
+            "intx_packing_format": _object("IntxPackingFormat", "UNPACKED_TO_INT8"),
+            "intx_choose_qparams_algorithm": _object("IntxChooseQParamsAlgorithm", "AFFINE"),
         },
         2,
     )
@@ -173,50 +175,51 @@ def layer_config(fmt: str) -> dict[str, Any]:
 
 def fqn_to_config(layers: Sequence[OutputTensor]) -> dict[str, Any]:
     """torchao's FqnToConfig as its `config_to_dict` writes it: a config for every layer that is packed."""
-    found = {
+    configs = {
         layer.sources[0].removesuffix(".weight"): layer_config(layer.fmt.name)
         for layer in layers
         if layer.fmt is not None and layer.is_packed
     }
-    return _said("FqnToConfig", {"fqn_to_config": found, "module_fqn_to_config": found}, 1)
+    return _object("FqnToConfig", {"fqn_to_config": configs, "module_fqn_to_config": configs}, 1)
 
 
 def _metadata(source: FolderSource, layers: Sequence[OutputTensor]) -> dict[str, str]:
     """What every file says: of which class each tensor is, and with what."""
-    said: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
+    metadata: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
     for layer in layers:
         spec = source.file.spec(layer.sources[0])
         is_plain = layer.fmt is None or not layer.is_packed
         computes = _computes(source, layer.sources[0])
-        said[layer.sources[0]] = json.dumps({"_type": "Tensor"} if is_plain else _class(layer, computes, spec.shape))
-    return said
+        described = {"_type": "Tensor"} if is_plain else _class(layer, computes, spec.shape)
+        metadata[layer.sources[0]] = json.dumps(described)
+    return metadata
 
 
 def _computes(source: FolderSource, name: str) -> str:
     """The type in which torchao multiplies by a packed weight: that of the source, or of the model if it is packed."""
     spec = source.file.spec(name)
-    said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
-    return said if said and spec.encoded else spec.dtype
+    dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
+    return dtype if dtype and spec.encoded else spec.dtype
 
 
 def _class(layer: OutputTensor, computes: str, shape: tuple[int, ...]) -> Mapping[str, Any]:
     assert layer.fmt is not None
     name = layer.fmt.name
     parts = [promise.name.rpartition("._weight_")[2] for promise in layer.records]
-    own: dict[str, Any] = {"block_size": [1, shape[-1]], "act_quant_kwargs": None, "dtype": _dtype(computes)}
+    data: dict[str, Any] = {"block_size": [1, shape[-1]], "act_quant_kwargs": None, "dtype": _dtype(computes)}
     if name == "int8_row":
-        kind, own = "Int8Tensor", {**own, "reduce_range": False}
+        kind, data = "Int8Tensor", {**data, "reduce_range": False}
     elif name == "fp8_e4m3_row":
-        kind, own = (
+        kind, data = (
             "Float8Tensor",
-            {**own, "mm_config": None, "kernel_preference": _said("KernelPreference", "AUTO")},
+            {**data, "mm_config": None, "kernel_preference": _object("KernelPreference", "AUTO")},
         )
     elif name == "nvfp4":
         flags = {"is_swizzled_scales": False, "use_triton_kernel": False, "act_quant_kwargs": None}
-        kind, own = "NVFP4Tensor", {**flags, "block_size": 16, "orig_dtype": _dtype(computes)}
+        kind, data = "NVFP4Tensor", {**flags, "block_size": 16, "orig_dtype": _dtype(computes)}
     else:
         width, size = _GROUPS[name]
         kind = "IntxUnpackedToInt8Tensor"
-        own = {"target_dtype": _dtype(width), "block_size": [1, size], "dtype": _dtype(computes)}
-        own["activation_quantization"] = None
-    return {"_type": kind, "_data": own, "_tensor_data_names": parts}
+        data = {"target_dtype": _dtype(width), "block_size": [1, size], "dtype": _dtype(computes)}
+        data["activation_quantization"] = None
+    return {"_type": kind, "_data": data, "_tensor_data_names": parts}

@@ -90,8 +90,8 @@ norm_epsilon      | rms_norm_eps            |                        | attention
 
 def _named(column: int, owner: type[GptOssShape] | type[Settings]) -> dict[str, str]:
     rows = [[cell.strip() for cell in line.split("|")] for line in _SPELLINGS.strip().splitlines()]
-    known = {item.name for item in fields(owner)}
-    return {row[0]: row[column] for row in rows if row[0] in known and row[column]}
+    names = {item.name for item in fields(owner)}
+    return {row[0]: row[column] for row in rows if row[0] in names and row[column]}
 
 
 _SIZES_HF, _SIZES_OPENAI, _SIZES_GGUF = (_named(column, GptOssShape) for column in (1, 2, 3))
@@ -170,9 +170,9 @@ def _with_rope(path: Path, document: Mapping[str, Any], settings: Settings) -> S
     settings = _settings(Path(rope.where), _ROPE_HF, rope.value, settings)
     kind = rope.text("rope_type", rope.text("type", "default"))
     only_here = []
-    known = {"rope_type", "type", "rope_theta"}
+    used = {"rope_type", "type", "rope_theta"}
     if kind == "yarn":
-        known |= {*_ROPE_HF.values(), "truncate", "attention_factor"}
+        used |= {*_ROPE_HF.values(), "truncate", "attention_factor"}
         factor = rope.get("factor", _FLOAT)
         if "original_max_position_embeddings" not in rope:
             settings = replace(settings, initial_context=settings.max_positions)
@@ -183,12 +183,12 @@ def _with_rope(path: Path, document: Mapping[str, Any], settings: Settings) -> S
         if rope.flag("truncate", True):
             only_here.append("truncate true, which is YaRN's default")
     elif kind == "linear":
-        known |= {"factor"}
+        used |= {"factor"}
         rope.get("factor", _FLOAT)
     elif kind != "default":
         only_here.append(f"rotary positions of type {show(kind)}")
     only_here += [
-        f"{name} {show(value)}" for name, value in rope.value.items() if name not in known and value is not None
+        f"{name} {show(value)}" for name, value in rope.value.items() if name not in used and value is not None
     ]
     return replace(settings, rope_type=kind, only_here=tuple(only_here))
 
@@ -253,12 +253,12 @@ def _check_sizes(path: Path, names: Mapping[str, str], document: Mapping[str, An
 def _settings(
     path: Path, names: Mapping[str, str], document: Mapping[str, Any], base: Settings | None = None
 ) -> Settings:
-    given, whole = Fields(document, str(path)), {field.name for field in fields(Settings) if field.type == "int"}
+    settings, integers = Fields(document, str(path)), {field.name for field in fields(Settings) if field.type == "int"}
     values: dict[str, Any] = {}
     for setting, key in names.items():
-        value = given.get(key, _INT if setting in whole else _FLOAT, None)
+        value = settings.get(key, _INT if setting in integers else _FLOAT, None)
         if value is not None:
-            values[setting] = int(value) if setting in whole else float(value)
+            values[setting] = int(value) if setting in integers else float(value)
     return replace(base or Settings(), **values)
 
 
@@ -305,13 +305,13 @@ def _hf_rope(settings: Settings) -> dict[str, Any]:
 def with_quantization(document: Mapping[str, Any], *, packed: bool) -> dict[str, Any]:
     """The same config for experts in MXFP4 or in floats; a config that already says so is not changed."""
     config = dict(document)
-    given = config.get("quantization_config")
+    quantization = config.get("quantization_config")
     if not packed:
         config.pop("quantization_config", None)
-    elif not isinstance(given, dict) or given.get("quant_method") != "mxfp4":
+    elif not isinstance(quantization, dict) or quantization.get("quant_method") != "mxfp4":
         config["quantization_config"] = QUANTIZATION
     else:  # `dequantize` would expand the experts again when the model is loaded
-        config["quantization_config"] = {key: value for key, value in given.items() if key != "dequantize"}
+        config["quantization_config"] = {key: value for key, value in quantization.items() if key != "dequantize"}
     return config
 
 

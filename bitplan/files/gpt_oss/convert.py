@@ -166,9 +166,9 @@ def convert_gpt_oss(
     """
     with GptOssFile(source) as file:
         if scale_rule is not None and (experts != "mxfp4" or file.experts is None):
-            held = "MXFP4 already" if file.experts is None else "floats that stay floats"
+            numbers = "MXFP4 already" if file.experts is None else "floats that stay floats"
             raise StoreError(
-                f"{source}: a scale rule is for experts that are encoded, and these are {held}; leave it out"
+                f"{source}: a scale rule is for experts that are encoded, and these are {numbers}; leave it out"
             )
         stays_hf = file.layout == to == "hf"
         companions = [file.folder / name for name in COMPANIONS if stays_hf and (file.folder / name).is_file()]
@@ -218,8 +218,8 @@ def save_gpt_oss(
     document = None
     if to == "gguf":
         fresh_metadata = gguf_metadata(source.shape, source.settings, packed=packed)
-        given = dict(metadata or {})
-        metadata = {**given, **{key: value for key, value in fresh_metadata.items() if key not in given}}
+        own_metadata = dict(metadata or {})
+        metadata = {**own_metadata, **{key: value for key, value in fresh_metadata.items() if key not in own_metadata}}
         metadata["general.file_type"] = fresh_metadata["general.file_type"]
     else:
         document = openai_config(source.shape, source.settings)
@@ -284,11 +284,11 @@ def open_destination(dest: str | Path, to: Layout, *, force: bool, sources: Sequ
     path = Path(dest)
     if to not in LAYOUTS:
         raise StoreError(f"no layout {to!r}; there are {', '.join(LAYOUTS)}{did_you_mean(str(to), LAYOUTS)}")
-    wanted = ".gguf" if to == "gguf" else ".safetensors"
-    if (to == "gguf" or path.suffix in (".gguf", ".json", ".bin")) and path.suffix != wanted:
+    suffix = ".gguf" if to == "gguf" else ".safetensors"
+    if (to == "gguf" or path.suffix in (".gguf", ".json", ".bin")) and path.suffix != suffix:
         folder = "" if to == "gguf" else ", or a folder"
-        raise StoreError(f"{path}: the layout {to} is written to a {wanted} file{folder}")
-    if path.suffix == wanted:
+        raise StoreError(f"{path}: the layout {to} is written to a {suffix} file{folder}")
+    if path.suffix == suffix:
         check_output(path, inputs=sources, force=force)
         yield path
         return

@@ -127,9 +127,9 @@ def _is_packed(layout: Layout, names: Mapping[str, object]) -> bool:
 
 
 def _check_names(where: str, layout: Layout, layers: int, expected: list[str], tensors: Mapping[str, object]) -> None:
-    known = set(expected)
+    expected_names = set(expected)
     missing = [name for name in expected if name not in tensors]
-    extra = natural_order(set(tensors) - known)
+    extra = natural_order(set(tensors) - expected_names)
     title = f"{LAYOUT_TITLES[layout]} layout of gpt-oss with {layers} layer{'s' if layers > 1 else ''}"
     if missing:
         also = f"; unknown to it: {listed(extra, 3)}" if extra else ""
@@ -140,7 +140,7 @@ def _check_names(where: str, layout: Layout, layers: int, expected: list[str], t
     if extra:
         raise FileFormatError(
             f"{where}: {title} has {len(expected)} tensors, unknown to it: {listed(extra, 3)}"
-            f"{did_you_mean(extra[0], known)}; write the checkpoint without"
+            f"{did_you_mean(extra[0], expected_names)}; write the checkpoint without"
         )
 
 
@@ -204,10 +204,10 @@ def _check_dtypes(layout: Layout, slots: list[LayoutTensor], file: Checkpoint | 
             raise fault
         if slot.is_expert:
             experts.setdefault(kind, slot)
-    (held, first), *others = experts.items()
+    (fmt, first), *others = experts.items()
     if others:
-        raise _fault(file, others[0][1].name, f"all experts must have one format, and {first.name!r} is {held}")
-    return torch_dtype(held) if held in FLOATS else None
+        raise _fault(file, others[0][1].name, f"all experts must have one format, and {first.name!r} is {fmt}")
+    return torch_dtype(fmt) if fmt in FLOATS else None
 
 
 def _sizes(shape: GptOssShape) -> str:

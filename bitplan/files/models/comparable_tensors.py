@@ -94,7 +94,7 @@ def _side_by_side(file: GGUFTensors, ours: ModelValues, theirs: ModelValues) -> 
     family = _FAMILIES[kind]
     layers = 1 + max((int(block[1]) for name in ours.values if (block := _BLOCK.match(name))), default=0)
     table = name_table(family.architecture, layers)
-    left, right = {name: own for name, own in ours.values.items() if name != ROTATIONS}, dict(theirs.values)
+    left, right = {name: values for name, values in ours.values.items() if name != ROTATIONS}, dict(theirs.values)
     grouped: dict[str, list[str]] = {}
     for name in theirs.values:
         if (theirs_name := gguf_name(table, name)) in left and theirs_name is not None:

@@ -130,8 +130,8 @@ class MorphedRNN(Morphed):
     @property
     def _flat_weights(self) -> list[Tensor | None]:
         if self.training or not _frames.stack:
-            kept: list[Tensor | None] = self.__dict__["_flat_weights"]
-            return kept
+            flat_weights: list[Tensor | None] = self.__dict__["_flat_weights"]
+            return flat_weights
         frame = _frames.stack[-1]
         key = (id(self), "_flat_weights")
         if frame.module is not self or key not in frame.weights:

@@ -62,22 +62,22 @@ def encoded_modules_of(model: nn.Module) -> dict[str, EncodedModule]:
     return {name: module for name, module in modules if isinstance(module, EncodedModule)}
 
 
-def _plan(places: list[NamedParameter], formats: Wanted, norms: bool) -> tuple[Plan, dict[str, Planned]]:
+def _plan(parameters: list[NamedParameter], formats: Wanted, norms: bool) -> tuple[Plan, dict[str, Planned]]:
     """The plan, and the entries of parameters that were morphed before; those that a mapping does not name keep theirs.
 
     A single format is for all weights.
     """
     before = {
-        place.name: Planned(Choice(slot.fmt.name, "morphed before", cause="held"))
-        for place in places
-        if (slot := slots_of(place.module).get(place.local))
+        named.name: Planned(Choice(slot.fmt.name, "morphed before", cause="held"))
+        for named in parameters
+        if (slot := slots_of(named.module).get(named.local))
     }
     if isinstance(formats, Plan):  # a plan may have only one of the names of a tied parameter
-        named = {id(place.parameter) for place in places if place.name in formats}
-        places = [place for place in places if place.name in formats or id(place.parameter) not in named]
-    tensors = {place.name: place.spec(norms) for place in places}
-    wanted = {"*": formats} if isinstance(formats, Format | str) else formats
-    plan = choose_formats(tensors, wanted, base=Plan(before), where="morph_model")
+        named = {id(one.parameter) for one in parameters if one.name in formats}
+        parameters = [one for one in parameters if one.name in formats or id(one.parameter) not in named]
+    tensors = {one.name: one.spec(norms) for one in parameters}
+    rules = {"*": formats} if isinstance(formats, Format | str) else formats
+    plan = choose_formats(tensors, rules, base=Plan(before), where="morph_model")
     plan.require_whole("morph_model")
     return plan, before
 
@@ -112,35 +112,35 @@ def morph_model(
         return MorphReport({})
     if isinstance(model, nn.modules.linear.NonDynamicallyQuantizableLinear):
         raise StoreError("an attention's out_proj runs inside the attention: morph the MultiheadAttention that owns it")
-    places, observers = named_parameters_of(model), observers or {}
-    plan, before = _plan(places, formats, norms)
-    ShellPatterns(observers).check([place.name for place in places], "observers")
+    parameters, observers = named_parameters_of(model), observers or {}
+    plan, before = _plan(parameters, formats, norms)
+    ShellPatterns(observers).check([one.name for one in parameters], "observers")
     options = EncodeOptions(scale_rule=scale_rule, pad=pad or plan.pad)
     store_of = _store_finder(model)
     choices: dict[tuple[int, str], MorphChoice] = {}
     slots: dict[tuple[int, str], MorphedParameter] = {}
-    for place in sorted(places, key=lambda place: place.name not in plan):
-        if place.key in choices:  # the same module under a second name
+    for named in sorted(parameters, key=lambda one: one.name not in plan):
+        if named.key in choices:  # the same module under a second name
             continue
-        if place.name not in plan:
-            choices[place.key] = MorphChoice(None, "not in the plan")
+        if named.name not in plan:
+            choices[named.key] = MorphChoice(None, "not in the plan")
             continue
-        entry = plan.entries[place.name]
+        entry = plan.entries[named.name]
         fmt, reason = get_format(entry.choice.format), entry.choice.reason
         if entry.stored is not None:
-            choices[place.key] = MorphChoice(None, reason)
+            choices[named.key] = MorphChoice(None, reason)
             continue
-        slots[place.key] = slot = MorphedParameter(store_of(place), fmt)
-        if entry is before.get(place.name):
-            choices[place.key] = MorphChoice(fmt.name, reason)
+        slots[named.key] = slot = MorphedParameter(store_of(named), fmt)
+        if entry is before.get(named.name):
+            choices[named.key] = MorphChoice(fmt.name, reason)
         else:
-            choices[place.key] = _morph(slot, reason, observers.get(place.name), options)
-    _morph_ties(places, plan, choices, slots)
+            choices[named.key] = _morph(slot, reason, observers.get(named.name), options)
+    _morph_ties(parameters, plan, choices, slots)
     if not slots:
         reasons = "; ".join(sorted({choice.reason for choice in choices.values()})) or "it has no parameters"
         raise StoreError(f"nothing in this {type(model).__name__} was morphed: {reasons}")
     _attach(model, slots)
-    return MorphReport({place.name: choices[place.key] for place in places})
+    return MorphReport({one.name: choices[one.key] for one in parameters})
 
 
 def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
@@ -148,12 +148,12 @@ def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
 
     A tied parameter may be given under one of its names, or under each: with the same bytes, or in other formats.
     """
-    places = {place.name: place for place in named_parameters_of(model)}
+    parameters = {one.name: one for one in named_parameters_of(model)}
     groups: dict[int, dict[str, Encoded]] = {}
     for name, version in encoded.items():
-        if name not in places:
-            raise StoreError(f"the model has no parameter {name!r}{did_you_mean(name, places)}")
-        parameter = places[name].parameter
+        if name not in parameters:
+            raise StoreError(f"the model has no parameter {name!r}{did_you_mean(name, parameters)}")
+        parameter = parameters[name].parameter
         if version.shape != tuple(parameter.shape):
             raise StoreError(f"{name}: the parameter has shape {tuple(parameter.shape)}, its encoding {version.shape}")
         first = groups.setdefault(id(parameter), {}).setdefault(version.fmt.name, version)
@@ -161,16 +161,16 @@ def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
             raise StoreError(f"{name}: another name of this tied parameter brings other {version.fmt.name} bytes")
     store_of = _store_finder(model)
     slots = {}
-    for name, place in places.items():
-        versions = groups.get(id(place.parameter))
+    for name, named in parameters.items():
+        versions = groups.get(id(named.parameter))
         if versions is not None:
             fmt = encoded[name].fmt if name in encoded else next(iter(versions.values())).fmt
-            slots[place.key] = MorphedParameter(store_of(place), fmt)
-        elif place.local in slots_of(place.module):
-            slots[place.key] = slots_of(place.module)[place.local]
-    for place in places.values():
-        if versions := groups.pop(id(place.parameter), None):
-            store_of(place).adopt(*versions.values())
+            slots[named.key] = MorphedParameter(store_of(named), fmt)
+        elif named.local in slots_of(named.module):
+            slots[named.key] = slots_of(named.module)[named.local]
+    for named in parameters.values():
+        if versions := groups.pop(id(named.parameter), None):
+            store_of(named).adopt(*versions.values())
     _attach(model, slots)
 
 
@@ -187,18 +187,18 @@ def unmorph_model(model: nn.Module) -> None:
 def stores_of(model: nn.Module) -> dict[str, WeightStore]:
     """The store of every morphed parameter; tied ones share theirs."""
     return {
-        place.name: slot.store
-        for place in named_parameters_of(model)
-        if (slot := slots_of(place.module).get(place.local))
+        named.name: slot.store
+        for named in named_parameters_of(model)
+        if (slot := slots_of(named.module).get(named.local))
     }
 
 
 def formats_of(model: nn.Module) -> dict[str, Format]:
     """The format of every morphed parameter."""
     return {
-        place.name: slot.fmt
-        for place in named_parameters_of(model)
-        if (slot := slots_of(place.module).get(place.local))
+        named.name: slot.fmt
+        for named in named_parameters_of(model)
+        if (slot := slots_of(named.module).get(named.local))
     }
 
 
@@ -210,7 +210,7 @@ def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
     cannot record those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.
     """
     observers: dict[str, ActivationObserver] = {}
-    names = {place.key: place.name for place in reversed(named_parameters_of(model))}
+    names = {named.key: named.name for named in reversed(named_parameters_of(model))}
 
     def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for local, inputs, axis in _inputs_of(module, args, kwargs):
@@ -271,29 +271,29 @@ def _morph(
 
 
 def _morph_ties(
-    places: list[NamedParameter],
+    parameters: list[NamedParameter],
     plan: Plan,
     choices: dict[tuple[int, str], MorphChoice],
     slots: dict[tuple[int, str], MorphedParameter],
 ) -> None:
     """Morph a tied weight under all its names if one of them is named, except where None is explicit."""
-    morphed = {id(place.parameter): place for place in reversed(places) if place.key in slots}
-    for place in places:
-        twin = morphed.get(id(place.parameter))
-        is_kept = place.name in plan and plan[place.name].cause == "kept"
-        if twin is not None and place.key not in slots and not is_kept:
-            slots[place.key] = MorphedParameter(slots[twin.key].store, slots[twin.key].fmt)
-            choices[place.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
+    morphed = {id(one.parameter): one for one in reversed(parameters) if one.key in slots}
+    for named in parameters:
+        twin = morphed.get(id(named.parameter))
+        is_kept = named.name in plan and plan[named.name].cause == "kept"
+        if twin is not None and named.key not in slots and not is_kept:
+            slots[named.key] = MorphedParameter(slots[twin.key].store, slots[twin.key].fmt)
+            choices[named.key] = MorphChoice(slots[twin.key].fmt.name, f"tied to {twin.name}")
 
 
 def _store_finder(model: nn.Module) -> Callable[[NamedParameter], WeightStore]:
     """A function that gives one store per Parameter: the model's existing ones, or new ones."""
     stores = {id(store._master): store for store in stores_of(model).values()}
 
-    def find(place: NamedParameter) -> WeightStore:
-        if id(place.parameter) not in stores:
-            stores[id(place.parameter)] = WeightStore(place.parameter, name=place.name)
-        return stores[id(place.parameter)]
+    def find(named: NamedParameter) -> WeightStore:
+        if id(named.parameter) not in stores:
+            stores[id(named.parameter)] = WeightStore(named.parameter, name=named.name)
+        return stores[id(named.parameter)]
 
     return find
 

@@ -70,18 +70,18 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
     parameter of any float type: the file's bytes become the version, and the decoded numbers, rounded to the
     parameter's type, the parameter. A parameter that a plan packed takes only its own format.
     """
-    path, held = file.path, own_tensors(model)
+    path, of_model = file.path, own_tensors(model)
     names = [*file.specs, *file.tied]
-    unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in held}
-    given = {id(held[name]) for name in names if name in held}
-    missing = sorted(name for name, tensor in held.items() if name not in names and id(tensor) not in given)
-    unknown = sorted(name for name in names if name not in held and name not in unsaved)
+    unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in of_model}
+    in_file = {id(of_model[name]) for name in names if name in of_model}
+    missing = sorted(name for name, tensor in of_model.items() if name not in names and id(tensor) not in in_file)
+    unknown = sorted(name for name in names if name not in of_model and name not in unsaved)
     if not missing and not unknown:
         _check_buffers(path, file, {name: unsaved[name] for name in names if name in unsaved})
         for name in names:
-            if name in held:
-                _check_shape(path, name, file.spec(name).shape, held[name])
-        items = {name: file.read(name) for name in file.specs if name in held}
+            if name in of_model:
+                _check_shape(path, name, file.spec(name).shape, of_model[name])
+        items = {name: file.read(name) for name in file.specs if name in of_model}
     elif _is_of_transformers(model):
         items = _under_the_models_names(path, file, model)
     else:
@@ -90,19 +90,19 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
             f"{listed_names('unknown to the model', unknown)}"
         )
     for name, item in items.items():
-        _check_fits(path, item, name, held[name])
+        _check_fits(path, item, name, of_model[name])
     plain = {name: item for name, item in items.items() if not isinstance(item, Encoded)}
-    _check_ties(path, plain, held)
+    _check_ties(path, plain, of_model)
     with torch.no_grad():
         for name, item in items.items():
-            place = held[name]
-            if isinstance(place, EncodedModule):
+            tensor = of_model[name]
+            if isinstance(tensor, EncodedModule):
                 assert isinstance(item, Encoded)
-                place.replace(item)
+                tensor.replace(item)
             elif not isinstance(item, Encoded):
-                place.copy_(item)
+                tensor.copy_(item)
     versions = {name: item for name, item in items.items() if isinstance(item, Encoded)}
-    attach_encoded(model, {name: item for name, item in versions.items() if isinstance(held[name], Tensor)})
+    attach_encoded(model, {name: item for name, item in versions.items() if isinstance(of_model[name], Tensor)})
     return model
 
 
@@ -153,15 +153,15 @@ def _under_the_models_names(path: str | Path, file: TensorFile, model: Any) -> d
     return tensors
 
 
-def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], held: Tensor | EncodedModule) -> None:
-    if shape != tuple(held.shape):
-        raise FileFormatError(f"{path}: {name!r} is {shape}, the model's is {tuple(held.shape)}")
+def _check_shape(path: str | Path, name: str, shape: tuple[int, ...], of_model: Tensor | EncodedModule) -> None:
+    if shape != tuple(of_model.shape):
+        raise FileFormatError(f"{path}: {name!r} is {shape}, the model's is {tuple(of_model.shape)}")
 
 
-def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, held: Tensor | EncodedModule) -> None:
-    _check_shape(path, name, tuple(item.shape), held)
-    if isinstance(held, EncodedModule):
-        came, packed = item.fmt.name if isinstance(item, Encoded) else str(item.dtype), held.encoded.fmt.name
+def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, of_model: Tensor | EncodedModule) -> None:
+    _check_shape(path, name, tuple(item.shape), of_model)
+    if isinstance(of_model, EncodedModule):
+        came, packed = item.fmt.name if isinstance(item, Encoded) else str(item.dtype), of_model.encoded.fmt.name
         if came != packed:
             raise FileFormatError(
                 f"{path}: {name!r} is {came}, the model holds it packed as {packed}; load the file into the model "
@@ -169,30 +169,30 @@ def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, held: Tenso
             )
         return
     if isinstance(item, Encoded):
-        holds, what = held.is_floating_point(), item.fmt.name
+        holds, what = of_model.is_floating_point(), item.fmt.name
     else:
-        holds, what = _holds(held.dtype, item.dtype), str(item.dtype)
+        holds, what = _holds(of_model.dtype, item.dtype), str(item.dtype)
     if not holds:
-        raise FileFormatError(f"{path}: {name!r} is {what}, which the model's {held.dtype} cannot hold exactly")
+        raise FileFormatError(f"{path}: {name!r} is {what}, which the model's {of_model.dtype} cannot hold exactly")
 
 
-def _holds(held: torch.dtype, came: torch.dtype) -> bool:
+def _holds(of_model: torch.dtype, came: torch.dtype) -> bool:
     """Whether the type `own` holds every number of the type `came`."""
     if dtype_name(came) not in NARROW_FLOATS:  # torch does not promote narrow floats
-        return torch.promote_types(came, held) == held
+        return torch.promote_types(came, of_model) == of_model
     if came == torch.float8_e8m0fnu:
-        return held in (torch.bfloat16, torch.float32, torch.float64)
-    return came != torch.float4_e2m1fn_x2 and held.is_floating_point and held.itemsize > 1
+        return of_model in (torch.bfloat16, torch.float32, torch.float64)
+    return came != torch.float4_e2m1fn_x2 and of_model.is_floating_point and of_model.itemsize > 1
 
 
-def _check_ties(path: str | Path, plain: Mapping[str, Tensor], held: Mapping[str, Tensor | EncodedModule]) -> None:
+def _check_ties(path: str | Path, plain: Mapping[str, Tensor], of_model: Mapping[str, Tensor | EncodedModule]) -> None:
     """Refuse a file with different numbers under names that are one parameter of the model."""
     first: dict[int, str] = {}
     for name, item in plain.items():
-        place = held[name]
-        assert isinstance(place, Tensor)
-        other = first.setdefault(id(place), name)
-        kind = place.dtype
+        tensor = of_model[name]
+        assert isinstance(tensor, Tensor)
+        other = first.setdefault(id(tensor), name)
+        kind = tensor.dtype
         if other != name and not torch.equal(item.to(kind), plain[other].to(kind)):
             raise FileFormatError(f"{path}: the model ties {name!r} to {other!r}, and the file has different numbers")
 

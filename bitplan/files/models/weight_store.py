@@ -128,10 +128,10 @@ def merge_options(recipe: EncodeOptions, options: EncodeOptions) -> EncodeOption
 
 def same_options(one: EncodeOptions, two: EncodeOptions) -> bool:
     def equal(key: str) -> bool:
-        left, right = one.get(key), two.get(key)
-        if isinstance(left, Tensor) and isinstance(right, Tensor):
-            return left is right or (left.shape == right.shape and torch.equal(left, right.to(left.device)))
-        return not isinstance(left, Tensor) and not isinstance(right, Tensor) and left == right
+        first, right = one.get(key), two.get(key)
+        if isinstance(first, Tensor) and isinstance(right, Tensor):
+            return first is right or (first.shape == right.shape and torch.equal(first, right.to(first.device)))
+        return not isinstance(first, Tensor) and not isinstance(right, Tensor) and first == right
 
     # `pad` decides whether a version can exist, not its numbers.
     return all(equal(key) for key in (one.keys() | two.keys()) - {"pad"})
@@ -251,16 +251,16 @@ class WeightStore:
 
     def to_device(self, device: torch.device | str, fmt: Format | str) -> Encoded:
         """The version on a device, with its scales; kept until the master changes."""
-        place = torch.empty(0, device=device).device  # "cuda" becomes the current one, cuda:0
+        target = torch.empty(0, device=device).device  # "cuda" becomes the current one, cuda:0
         version = self.morph(fmt)
-        if version.device == place:
+        if version.device == target:
             return version
-        key = (place, version.fmt.name)
+        key = (target, version.fmt.name)
         with self._lock:
             self._refresh()
             if key in self._device_versions and self._versions.get(key[1]) is version:
                 return self._device_versions[key]
-        moved = version.to(place)
+        moved = version.to(target)
         with self._lock:
             self._refresh()
             if self._versions.get(key[1]) is version:
@@ -403,8 +403,8 @@ class WeightStore:
         with _plain_tensors():
             numbers = decode(max(versions, key=lambda version: version.nbytes))
         with self._update_lock, self._lock:
-            place = numbers.device if self._master is None else self._master.device
-            return self._adopt(numbers, {version.fmt.name: version.to(place) for version in versions})
+            device = numbers.device if self._master is None else self._master.device
+            return self._adopt(numbers, {version.fmt.name: version.to(device) for version in versions})
 
     def release_master(self) -> None:
         """Free the master's memory; versions remain usable, and `unpack` makes a master again."""
@@ -466,9 +466,9 @@ class WeightStore:
                 return per_channel.repeat_interleave(torch.Size(shape[2:]).numel())
         elif shape and count == shape[-1]:
             return mean_square
-        wanted = f"a multiple of {shape[1]}" if len(shape) > 2 else f"{shape[-1] if shape else 1}"
+        expected = f"a multiple of {shape[1]}" if len(shape) > 2 else f"{shape[-1] if shape else 1}"
         raise StoreError(
-            f"{self.name}: the activations have {count} features, a weight of shape {shape} takes {wanted}"
+            f"{self.name}: the activations have {count} features, a weight of shape {shape} takes {expected}"
         )
 
     # ---- state -------------------------------------------------------------------------------------------------------

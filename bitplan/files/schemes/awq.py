@@ -29,10 +29,10 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
-    version = str(folder.said.get("version", folder.said.get("format", "gemm"))).lower()
+    version = str(folder.settings.get("version", folder.settings.get("format", "gemm"))).lower()
     if version != "gemm":
         folder.refuse(f"AWQ in layout {version[:40]!r}")
-    folder.setting("bits" if "bits" in folder.said else "w_bit", BITS, BITS)
+    folder.setting("bits" if "bits" in folder.settings else "w_bit", BITS, BITS)
     for name in folder.checkpoint.tensors:
         if name.endswith(SUFFIX):
             owner = name.removesuffix(SUFFIX)
@@ -60,5 +60,5 @@ def _read(folder: QuantizedFolder, owner: str, layout: IntegerGroups, _format: F
 
 def _in_order(words: Tensor, rows: int) -> Tensor:
     """[n, rows] codes of [n, rows / 8] words."""
-    place = sorted(range(PER_WORD), key=ORDER.__getitem__)
-    return unpack_words(words, BITS, rows).reshape(len(words), -1, PER_WORD)[..., place].reshape(len(words), rows)
+    positions = sorted(range(PER_WORD), key=ORDER.__getitem__)
+    return unpack_words(words, BITS, rows).reshape(len(words), -1, PER_WORD)[..., positions].reshape(len(words), rows)

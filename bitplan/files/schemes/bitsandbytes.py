@@ -116,7 +116,7 @@ def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
     rows, cols = codes.shape
     folder.part(f"{owner}.SCB", ("float32",), (rows,), of=name)
     parts = [name, f"{owner}.SCB", f"{owner}.weight_format"]
-    there = tuple(part for part in parts if part in folder.checkpoint.tensors)
+    stored = tuple(part for part in parts if part in folder.checkpoint.tensors)
     layout = folder.checkpoint.tensors.get(f"{owner}.weight_format")
     if layout is not None and any(folder.checkpoint.read_bytes(layout.name)):
         folder.stop(name, "its weight_format is not rows in order, which bitplan does not read")
@@ -124,7 +124,7 @@ def _int8(folder: QuantizedFolder, owner: str) -> SchemeWeight:
     read = functools.partial(_keep_int8, folder, owner)
     kind = "int8_row"
     return SchemeWeight(
-        name, (rows, cols), folder.dtype_name, format=kind, parts=there, label=kind, reason=reason, read=read
+        name, (rows, cols), folder.dtype_name, format=kind, parts=stored, label=kind, reason=reason, read=read
     )
 
 

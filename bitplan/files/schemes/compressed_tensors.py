@@ -51,7 +51,7 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
     tensors = folder.checkpoint.tensors
     for name in tensors:
         owner, _, part = name.rpartition(".")
-        beside = tuple(name_beside for left in _LEFT_OUT if (name_beside := f"{owner}.{left}") in tensors)
+        beside = tuple(name_beside for suffix in _LEFT_OUT if (name_beside := f"{owner}.{suffix}") in tensors)
         if part == "weight_packed" and tensors[name].dtype == "uint8":
             base = f"{owner}.weight_global_scale"
             factor = base if base in tensors else None
@@ -66,18 +66,18 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
 
 
 def _check_config(folder: QuantizedFolder) -> list[dict[str, Any]]:
-    groups = folder.said.get("config_groups")
+    groups = folder.settings.get("config_groups")
     if not isinstance(groups, dict):
         folder.refuse("config.json: quantization_config has no config_groups")
-    known = [group for group in groups.values() if isinstance(group, dict)]
-    for settings in (folder.said, *known):
+    described = [group for group in groups.values() if isinstance(group, dict)]
+    for settings in (folder.settings, *described):
         if settings.get("format") not in (None, *FORMATS):
             folder.refuse(f"compressed-tensors in format {str(settings['format'])[:40]!r}")
     for key in ("sparsity_config", "transform_config"):
-        part = folder.said.get(key)
+        part = folder.settings.get(key)
         if isinstance(part, dict) and part and part.get("format", "") != "dense" and part.get("config_groups", True):
             folder.refuse(f"compressed-tensors with a {key}")
-    return known
+    return described
 
 
 def _packed_layout(folder: QuantizedFolder, owner: str, known_bits: set[int]) -> IntegerGroups:

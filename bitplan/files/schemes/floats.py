@@ -37,7 +37,7 @@ ACTIVATION_SCALES = ("input_scale", "input_scale_ub", "activation_scale")
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
-    tile = folder.said.get("weight_block_size") or TILE
+    tile = folder.settings.get("weight_block_size") or TILE
     if not is_tile(tile):
         folder.refuse(f"config.json: quantization_config: weight_block_size is {show(tile)}, not two sizes")
     tensors = folder.checkpoint.tensors
@@ -118,8 +118,8 @@ def fp4_weight(
         if base_divides:
             reason += f"; its factor is 1 / {base.rpartition('.')[2]}, rounded to float32"
     read = functools.partial(_keep, folder, fmt, codes, scales, base, base_divides)
-    there = (*parts, *beside)
-    return SchemeWeight(name, shape, folder.dtype_name, format=fmt, parts=there, label=fmt, reason=reason, read=read)
+    stored = (*parts, *beside)
+    return SchemeWeight(name, shape, folder.dtype_name, format=fmt, parts=stored, label=fmt, reason=reason, read=read)
 
 
 def _keep(

@@ -33,14 +33,14 @@ SUFFIX = ".qweight"
 
 
 def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
-    kind = folder.said.get("checkpoint_format", folder.said.get("format", "gptq"))
+    kind = folder.settings.get("checkpoint_format", folder.settings.get("format", "gptq"))
     if kind not in ("gptq", "gptq_v2"):
         folder.refuse(f"GPTQ in format {str(kind)[:40]!r}")
     folder.setting("pack_dtype", "int32", "int32")
     bits = folder.setting("bits", 4, 2, 3, 4, 8)
     ordered = not folder.setting("desc_act", False, True, False)
     symmetric = folder.setting("sym", True, True, False)
-    may_vary = bool(folder.said.get("dynamic"))
+    may_vary = bool(folder.settings.get("dynamic"))
     for name in folder.checkpoint.tensors:
         if name.endswith(SUFFIX):
             owner = name.removesuffix(SUFFIX)
@@ -69,7 +69,7 @@ def _layout(
             f"{list(words.shape)} int32 do not hold {cols} columns of {bits} bits, {list(scales.shape)} scales",
         )
     group = -(-cols // groups)
-    stated = folder.said.get("group_size", -1)
+    stated = folder.settings.get("group_size", -1)
     if groups > 1 and type(stated) is int and stated > 0 and not may_vary:
         group = stated
     if -(-cols // group) != groups:

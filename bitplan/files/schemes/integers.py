@@ -88,11 +88,11 @@ def integer_weight(
 ) -> SchemeWeight:
     """The weight of a layout, in those of `parts` that are there; `read` is given its format, None to decode."""
     fmt, reason = layout.format()
-    there = tuple(part for part in parts if part in folder.checkpoint.tensors)
-    kept, shape = fmt.name if fmt else None, (layout.rows, layout.cols)
+    stored = tuple(part for part in parts if part in folder.checkpoint.tensors)
+    fmt_name, shape = fmt.name if fmt else None, (layout.rows, layout.cols)
     reads = functools.partial(read, layout, fmt)
     return SchemeWeight(
-        name, shape, layout.scale_type, format=kept, parts=there, label=layout.label, reason=reason, read=reads
+        name, shape, layout.scale_type, format=fmt_name, parts=stored, label=layout.label, reason=reason, read=reads
     )
 
 

@@ -71,8 +71,8 @@ def list_weights(folder: QuantizedFolder) -> Iterator[SchemeWeight]:
 
 
 def _modules(folder: QuantizedFolder, owner: str, axes: int) -> Iterator[Module]:
-    of_module = folder.said.get(owner)
-    settings: dict[str, Any] = {"mode": AFFINE, **(of_module if isinstance(of_module, dict) else folder.said)}
+    of_module = folder.settings.get(owner)
+    settings: dict[str, Any] = {"mode": AFFINE, **(of_module if isinstance(of_module, dict) else folder.settings)}
     mode, bits, group = settings["mode"], settings.get("bits"), settings.get("group_size")
     fits = type(group) is int and 0 < group < 2**31
     if mode == AFFINE:
@@ -141,11 +141,11 @@ def _affine(module: Module) -> SchemeWeight:
             reason = f"its scales or minima in {scale_type} are beyond the float16 of {WITH_MINIMUM[module.bits]}"
     else:
         reason = f"no format of bitplan has {module.bits} bits with a scale and a minimum for each group"
-    kept = fmt.name if fmt else None
+    fmt_name = fmt.name if fmt else None
     parts = tuple(f"{module.owner}.{part}" for part in ("weight", "scales", "biases"))
     read = functools.partial(_read_affine, module, layout, fmt)
     return SchemeWeight(
-        module.name, shape, "float32", format=kept, parts=parts, label=layout.label, reason=reason, read=read
+        module.name, shape, "float32", format=fmt_name, parts=parts, label=layout.label, reason=reason, read=read
     )
 
 

@@ -70,7 +70,7 @@ class QuantizedFolder:
     """An open folder for its scheme: the quantization in its config, and the type of the model."""
 
     path: Path
-    said: Mapping[str, Any]
+    settings: Mapping[str, Any]
     checkpoint: Checkpoint
     dtype_name: str
 
@@ -115,7 +115,7 @@ class QuantizedFolder:
 
     def setting(self, key: str, default: Any, *allowed: Any) -> Any:
         """A key of the config that must have one of these values."""
-        value = self.said.get(key, default)
+        value = self.settings.get(key, default)
         if not any(type(value) is type(known) and value == known for known in allowed):
             self.refuse(f"config.json: quantization_config: {key} is {show(value)}, not {allowed}")
         return value
@@ -131,12 +131,12 @@ def is_tile(value: object) -> bool:
 class SchemeTensors(TensorFile):
     """Weights kept packed where bitplan has the format bit for bit, else decoded; the log says which, and why."""
 
-    def __init__(self, path: Path, said: Mapping[str, Any]) -> None:
-        """`said` are the quantization settings of the folder's config."""
-        self.path, self.kind = path, said["quant_method"]
+    def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
+        """`settings`: what the folder's config says of quantization."""
+        self.path, self.kind = path, settings["quant_method"]
         self._checkpoint: Checkpoint = open_checkpoint(path)
         with on_failure(self.close):
-            folder = QuantizedFolder(path, said, self._checkpoint, _model_type(path))
+            folder = QuantizedFolder(path, settings, self._checkpoint, _model_type(path))
             reader = importlib.import_module(f"{__package__}.{SCHEMES[self.kind]}")
             self._weights: dict[str, SchemeWeight] = {}
             for weight in reader.list_weights(folder):
