@@ -23,8 +23,7 @@ from bitplan.formats.dispatch import decode, encode
 from bitplan.packed.language.perplexity import measure_perplexity
 from bitplan.searching import Goal, SearchOptions
 from bitplan.searching.evidence import SearchEvidence, weight_format
-from bitplan.searching.input_damage import INPUT_MODES
-from bitplan.searching.plan_meter import PlanMeter, summary_of
+from bitplan.searching.plan_meter import INPUT_MODES, PlanMeter, summary_of
 from bitplan.searching.run import Searcher
 from bitplan.searching.runtime_formats import candidates, target_of
 from bitplan.searching.searched_model import prepare

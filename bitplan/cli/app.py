@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from bitplan.base import __version__
-from bitplan.cli.quick_help import QuickCommand, QuickGroup
+from bitplan.cli.options import QuickCommand, QuickGroup
 from bitplan.cli.verbs import doctor, export, files, fit, fp8, gpt_oss, plan, quality, report, run_model, search
 
 app = typer.Typer(

@@ -3,7 +3,7 @@
 Which module does which step:
 
     open_files, tensor_file    any file of tensors under one view; a new kind is a `Container` in a module of its own
-    safetensors, gguf, poly_container    one kind of file each; `schemes` reads folders that others quantized
+    safetensors, gguf, poly_network    one kind of file each; `schemes` reads folders that others quantized
     packed_folder          a folder that `quantize_files` wrote: its config, shards and plan
     quantize_files         a file or folder encoded by a plan; `round_with_evidence` rounds by statistics of inputs
     compare, deep_check, drift    how far numbers are from their master, and whether they are sound

@@ -34,10 +34,10 @@ from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error, kind_of, name_of_role
 from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns
-from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
 from bitplan.plan.structure.families import split_expert
 from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
+from bitplan.plan.structure.recognise import ACTIVATIONS
 
 _LEFT = {"head": "the output layer", "router": "a router"}
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -267,7 +267,7 @@ def experts_obstacle(module: nn.Module, experts: ExpertsUse) -> str | None:
         return "its experts have biases"
     if experts.is_interleaved:
         return "its gate and up are interleaved"
-    if experts.activation not in activations.KNOWN:
+    if experts.activation not in ACTIVATIONS:
         return f"{type(module).__name__} gates its experts in its own way, not by act(gate) * up"
     if experts.fault:
         return f"{type(module).__name__}: {experts.fault}"

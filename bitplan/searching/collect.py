@@ -41,8 +41,7 @@ from bitplan.searching.damage import (
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, by_part
 from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_memory
 from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
-from bitplan.searching.input_damage import InputMode, add_rounded_inputs, candidates_of
-from bitplan.searching.plan_meter import PlanMeter, ratios_of_kinds
+from bitplan.searching.plan_meter import InputMode, PlanMeter, add_rounded_inputs, candidates_of, ratios_of_kinds
 from bitplan.searching.searched_model import SearchSubject, group_tensors, open_subject, prepare
 from bitplan.searching.solver import nearest_uniform
 from bitplan.searching.statistics import EVIDENCE as INPUT_EVIDENCE

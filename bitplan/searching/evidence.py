@@ -3,7 +3,7 @@
 Damage is predicted from the really quantized weight (damage.py). In one format, `checked`, the distance was also
 measured, with the same projection of all layers quantized; the ratio is the group's `factor`, by which its predictions
 are multiplied. A candidate may also round the inputs of its products: its name is FORMAT+INPUT, and `inputs` the nats
-of that (input_damage.py). Whole plans that were measured correct this: by the `factor` of a format, and by `together`,
+of that (plan_meter.py). Whole plans that were measured correct this: by the `factor` of a format, and by `together`,
 what many changes do together over the sum of what each does alone (`Corrections` of solver.py). `weight` is how much a
 group's nats count when formats are chosen, by the gradients of a training run.
 

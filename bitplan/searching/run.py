@@ -39,13 +39,16 @@ from bitplan.searching.forecast import (
     within_memory,
 )
 from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage, aims_of
-from bitplan.searching.input_damage import SHARE, InputMode, check_mode, round_cheap_inputs
 from bitplan.searching.plan_meter import (
+    SHARE,
+    InputMode,
     MeasuredPlan,
     PlanMeter,
+    check_mode,
     hurt_kind,
     kl_by_kind,
     paired_difference,
+    round_cheap_inputs,
     summary_of,
 )
 from bitplan.searching.runtime_formats import Target, candidates, target_of
@@ -276,7 +279,7 @@ class SearchOptions:
     fp8_policy   with a speed goal: a policy file, by whose times formats fp8_* count
     all_rivals   measure heuristics that are predicted to lose as well
     inputs       "8": products round their inputs to eight bits where the target can; "auto": where speed is asked for
-                 the solver says of which layers, else where it adds little (`input_damage.SHARE`); "keep": none do
+                 the solver says of which layers, else where it adds little (`plan_meter.SHARE`); "keep": none do
     workers      processes of one thread each that round weights on CPUs, beside a GPU or in place of threads; a script
                  that asks for some begins under `if __name__ == "__main__":`; or the address of a Dask scheduler, whose
                  workers round them and take the statistics of a model that is a file, to the same plan

@@ -10,8 +10,18 @@ from typing import Annotated
 
 import typer
 
-from bitplan.cli.options import DaskAddress, Evidence, Force, Json, Keep, ManifestName, Only, PlanFile, ScaleRule
-from bitplan.cli.quick_help import format_names
+from bitplan.cli.options import (
+    DaskAddress,
+    Evidence,
+    Force,
+    Json,
+    Keep,
+    ManifestName,
+    Only,
+    PlanFile,
+    ScaleRule,
+    format_names,
+)
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]?)B?", re.IGNORECASE)

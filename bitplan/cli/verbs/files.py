@@ -26,8 +26,8 @@ from bitplan.cli.options import (
     PlanFile,
     Rule,
     ScaleRule,
+    format_names,
 )
-from bitplan.cli.quick_help import format_names
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.options import Emulated, Force, Json, Recipe
-from bitplan.cli.quick_help import QuickCommand, QuickGroup
+from bitplan.cli.options import Emulated, Force, Json, QuickCommand, QuickGroup, Recipe
 from bitplan.cli.show import progress, say, show_json, table
 
 fp8_app = typer.Typer(

@@ -8,8 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from bitplan.cli.options import Force, Json
-from bitplan.cli.quick_help import QuickCommand, QuickGroup
+from bitplan.cli.options import Force, Json, QuickCommand, QuickGroup
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 gpt_oss_app = typer.Typer(

@@ -12,8 +12,21 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from bitplan.base.errors import counted
-from bitplan.cli.options import Bits, Bytes, Faster, Force, Json, Keep, KindsOfText, MaxKl, Rows
-from bitplan.cli.quick_help import QuickCommand, QuickGroup, manifest_names, shipped_names
+from bitplan.cli.options import (
+    Bits,
+    Bytes,
+    Faster,
+    Force,
+    Json,
+    Keep,
+    KindsOfText,
+    MaxKl,
+    QuickCommand,
+    QuickGroup,
+    Rows,
+    manifest_names,
+    shipped_names,
+)
 from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:

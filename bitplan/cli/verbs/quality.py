@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bitplan.cli.options import Config, Force, Json, KeysValues, Pad, Rule, Threads
-from bitplan.cli.quick_help import format_names, manifest_names
+from bitplan.cli.options import Config, Force, Json, KeysValues, Pad, Rule, Threads, format_names, manifest_names
 from bitplan.cli.show import progress, say, show_json, table
 
 if TYPE_CHECKING:

@@ -41,8 +41,8 @@ from bitplan.fp8.layers.scale_guesses import GRAD, INPUT, WEIGHT, guess_for
 from bitplan.fp8.layers.weight_casts import count_backward, derived_layouts, expire_casts, free_with
 from bitplan.fp8.layers.weight_source import CastsWeight
 from bitplan.fp8.recipes import BF16, RECIPES, expert_recipes
-from bitplan.plan.structure import activations
 from bitplan.plan.structure.describe import experts_of
+from bitplan.plan.structure.recognise import ACTIVATIONS
 
 
 class GroupedLinear(CastsWeight):
@@ -280,7 +280,7 @@ class Fp8Experts(nn.Module):
         gate_up, down = experts.get_parameter(expert_use.gate_up), experts.get_parameter(expert_use.down)
         self.checkpoint_names = (Renamed(expert_use.gate_up, "fc1.weight"), Renamed(expert_use.down, "fc2.weight"))
         self.num_experts: int = gate_up.shape[0]
-        self.act_fn = activations.KNOWN[expert_use.activation]
+        self.act_fn = ACTIVATIONS[expert_use.activation]
         self.fc1, self.fc2 = grouped_of(gate_up, recipe, fc1), grouped_of(down, recipe, fc2)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

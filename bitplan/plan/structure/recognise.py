@@ -9,11 +9,14 @@ the other, each with products of its own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from bitplan.plan.structure import activations
+import torch
+import torch.nn.functional as F  # noqa: N812 (as everybody calls it)
+from torch import Tensor
+
 from bitplan.plan.structure.graph import CASTS, Graph, ReadWeight, Slot, each_once, sample
 from bitplan.plan.structure.model_view import (
     AttentionUse,
@@ -27,6 +30,48 @@ from bitplan.plan.structure.model_view import (
     Stack,
 )
 from bitplan.plan.structure.recorder import Recording, Ref, Step
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+# An activation has a name by what it computes: its chain of steps is run on a few numbers and compared.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "identity": lambda x: x,
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "relu_squared": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "mish": F.mish,
+    "softplus": F.softplus,
+    "elu": F.elu,
+    "selu": F.selu,
+    "leaky_relu": F.leaky_relu,
+    "relu6": F.relu6,
+    "hardswish": F.hardswish,
+    "exp": torch.exp,
+}
+# What joins gate and up beside act(gate) * up.
+_GATINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "gpt_oss": lambda gate, up: (up.clamp(-7, 7) + 1) * gate.clamp(max=7) * torch.sigmoid(1.702 * gate.clamp(max=7)),
+}
+_OTHER = "other"
+
+
+def activation_name(inputs: Tensor, outputs: Tensor) -> str:
+    """The activation that makes these outputs of these inputs; "other" where none that is known does."""
+    for name, function in ACTIVATIONS.items():
+        if _is_close(function(inputs), outputs):
+            return name
+    return _OTHER
+
+
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Equal but for rounding; constants are often written with seven digits, and gelu differs from its tanh by 1e-3."""
+    return a.shape == b.shape and bool(torch.allclose(a, b, rtol=1e-6, atol=1e-6))
+
 
 # ---- products --------------------------------------------------------------------------------------------------------
 
@@ -456,13 +501,13 @@ class Recogniser:
         only = self._are_read_only_between(slots, between)
         if len(slots) == 1:
             if slots[0].parts == 1:
-                name = activations.OTHER if result is None else activations.name_of(numbers[slots[0]], result)
+                name = _OTHER if result is None else activation_name(numbers[slots[0]], result)
                 if name != "identity":
                     self.plain.append(PlainMlpUse(self.linears[slots[0].step], down, name, only, casts, drops))
             return
         for gate, up in (slots, slots[::-1]):
             name = self._gating(numbers[gate], numbers[up], result)
-            if name != activations.OTHER or up is slots[0]:
+            if name != _OTHER or up is slots[0]:
                 parts = (gate.part, up.part)
                 linears = (self.linears[gate.step], self.linears[up.step], down)
                 self.gated.append(GatedMlpUse(*linears, name, *parts, only, gate.is_interleaved, casts, drops))
@@ -470,11 +515,11 @@ class Recogniser:
 
     def _gating(self, gate: Any, up: Any, result: Any) -> str:
         if result is None:
-            return activations.OTHER
-        joined = {name: act(gate) * up for name, act in activations.KNOWN.items()}
-        joined |= {name: join(gate, up) for name, join in activations.GATINGS.items()}
-        same = (name for name, values in joined.items() if activations.is_close(values, result))
-        return next(same, activations.OTHER)
+            return _OTHER
+        joined = {name: act(gate) * up for name, act in ACTIVATIONS.items()}
+        joined |= {name: join(gate, up) for name, join in _GATINGS.items()}
+        same = (name for name, values in joined.items() if _is_close(values, result))
+        return next(same, _OTHER)
 
     def _are_read_only_between(self, slots: list[Slot], between: set[int]) -> bool:
         """Whether outputs of projections, and all that is made of them up to the last product, are read there alone."""

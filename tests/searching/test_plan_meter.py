@@ -16,7 +16,7 @@ from bitplan.searching import Goal
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, input_of, weight_format
 from bitplan.searching.explain import compare_plans
 from bitplan.searching.goal import SearchError
-from bitplan.searching.input_damage import SHARE, round_cheap_inputs
+from bitplan.searching.plan_meter import SHARE, round_cheap_inputs
 from bitplan.searching.run import SearchOptions
 from bitplan.searching.runtime_formats import TARGETS
 from bitplan.searching.solver import Corrections, solve

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bitplan.plan.from_records import run_log_of
-from bitplan.report.section_of_run import _sentence
+from bitplan.report.section_of_precision import _run_sentence
 
 
 def test_what_raised_rows_is_told_by_the_evidence() -> None:
@@ -19,6 +19,6 @@ def test_what_raised_rows_is_told_by_the_evidence() -> None:
         {"number": at, "step": at, "name": name, "from": before, "to": after, "reason": "why", "evidence": evidence}
         for at, (name, before, after, evidence) in enumerate(changes)
     ]
-    text = _sentence(run_log_of([head, *lines], "run.jsonl"))
+    text = _run_sentence(run_log_of([head, *lines], "run.jsonl"))
     assert "2 rows of 2 low" in text
     assert "loss feedback raised 1, the final part of the schedule 1." in text
