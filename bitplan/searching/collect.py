@@ -480,12 +480,12 @@ class SumsOfShares:
         folder = self._scratch / f"{share.first}-{'-'.join(share.takes)}"
         folder.mkdir(exist_ok=True)
         with _taking_sums, torch_threads(self._threads):
-            found, files = sums_of_share(self._subject, share, folder)
+            share_sums, files = sums_of_share(self._subject, share, folder)
         for stored in files.values():
             stored.wait()
         return InFiles(
-            (found.small, found.shared, found.experts),
-            {key: replace(each, written=None) for key, each in files.items()},
+            (share_sums.small, share_sums.shared, share_sums.experts),
+            {key: replace(stored, written=None) for key, stored in files.items()},
         )
 
     def close(self) -> None:
@@ -535,14 +535,14 @@ def _add_answers(
 ) -> None:
     """Add the next share, whose inputs come after its gradients; `statistics` changes when both are there."""
     writer = ScratchWriter()
-    found: list[tuple[ShareSums, dict[str, StoredTensor]]] = []
+    answered: list[tuple[ShareSums, dict[str, StoredTensor]]] = []
     for sums, tensors in answers:
         files: dict[str, StoredTensor] = {}
         for key, tensor in tensors:
-            files |= writer.write(scratch / f"sums-{len(found)}-{len(files)}", {key: tensor})
-        found.append((sums, files))
+            files |= writer.write(scratch / f"sums-{len(answered)}-{len(files)}", {key: tensor})
+        answered.append((sums, files))
         on_step(steps_of_share(subject, sums.of))
         if INPUTS in sums.of.takes:
             break
-    for each in found:
-        statistics.add(*each)
+    for sums_and_files in answered:
+        statistics.add(*sums_and_files)

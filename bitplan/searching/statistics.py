@@ -378,18 +378,18 @@ class InputStatistics:
         ratio = squares.to(inputs.device) / float(gradient.sum()) / inputs.diagonal().clamp_min(TINY)
         return ratio.clamp(0, MOST_RATIO).sqrt()
 
-    def add(self, found: ShareSums, files: Mapping[str, StoredTensor]) -> None:
+    def add(self, share_sums: ShareSums, files: Mapping[str, StoredTensor]) -> None:
         """Add what the next windows gave; its matrices lie in `files`."""
-        self.sums.add(found.small, files)
-        owners = dict(found.shared)
-        for stack, (first, *others) in found.experts:
+        self.sums.add(share_sums.small, files)
+        owners = dict(share_sums.shared)
+        for stack, (first, *others) in share_sums.experts:
             is_seen = f"{first}.{INPUTS}" in self.sums
             owner = first if is_seen else unseen_name(stack)
             owners |= dict.fromkeys(others if is_seen else [first, *others], owner)
         self.share(owners)
-        self.tokens += found.of.tokens
-        self.gradient_tokens += found.of.gradient_tokens
-        self.windows += len(found.of.windows) if INPUTS in found.of.takes else 0
+        self.tokens += share_sums.of.tokens
+        self.gradient_tokens += share_sums.of.gradient_tokens
+        self.windows += len(share_sums.of.windows) if INPUTS in share_sums.of.takes else 0
 
     def share(self, owners: Mapping[str, str]) -> None:
         """Weights that have another's inputs; one that has got inputs of its own since has those."""
@@ -578,7 +578,7 @@ class WindowShare:
     def divided(self) -> list[WindowShare]:
         """Inputs and gradients apart: the same sums, and each token goes forward once more for its gradients."""
         takes = (GRADIENT, INPUTS) if self.watched else (INPUTS,)  # what takes longer first
-        return [replace(self, takes=(each,)) for each in takes]
+        return [replace(self, takes=(quantity,)) for quantity in takes]
 
     @property
     def tokens(self) -> int:
@@ -614,8 +614,8 @@ def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> in
 
 def steps_of_share(subject: SearchSubject, share: WindowShare) -> int:
     """How many of them one share takes."""
-    each = (INPUTS in share.takes) + BACK * (GRADIENT in share.takes and share.first == 0)
-    return (len(subject.runner.blocks) + 1) * each
+    steps_a_module = (INPUTS in share.takes) + BACK * (GRADIENT in share.takes and share.first == 0)
+    return (len(subject.runner.blocks) + 1) * steps_a_module
 
 
 def _count(windows: Sequence[Tensor], most: int) -> int:
@@ -671,7 +671,7 @@ class _Passes:
             self._on_step(int(self._takes_inputs))
             if self._goes_back:
                 self._back(with_gradients, states, gradients)
-        small = {key: each.cpu() for key, each in self._sums.items()}
+        small = {key: total.cpu() for key, total in self._sums.items()}
         return ShareSums(small, self._shared, self._experts_read, self._share)
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
@@ -824,7 +824,7 @@ class _Passes:
         owners = [expert_slices[0] for expert_slices in experts]
         self._require_products(owners)
         self._routed.complete_inputs(owners, self._sums, INPUTS)
-        self._experts_read += [(weights[0].stack, [each.name for each in weights]) for weights in experts]
+        self._experts_read += [(weights[0].stack, [expert.name for expert in weights]) for weights in experts]
 
     def _require_products(self, owners: Sequence[ExpertSlice]) -> None:
         """Experts that are multiplied in a way that nobody watches would be taken to do no damage."""
