@@ -46,7 +46,16 @@ def test_weights_are_rounded_in_processes_as_here_and_errors_come_back(tmp_path)
         list(rounded._processes.round([_EndingJob({}, {}, [], None, {}, {})]))
 
 
-def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
+OPTIONS = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row")}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    """A search in this process alone."""
+    return bitplan.search(tiny_llama(layers=1), tokens(), **OPTIONS)
+
+
+def test_a_search_finds_the_same_plan_with_workers(plain, monkeypatch):
     counts: list[int] = []
 
     class InThisProcess(RoundingProcesses):
@@ -57,22 +66,16 @@ def test_a_search_finds_the_same_plan_with_workers(monkeypatch):
             return (done for job in jobs for done in job.run())
 
     monkeypatch.setattr(damage, "RoundingProcesses", InThisProcess)
-    options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row")}
-    plain, found = (
-        bitplan.search(tiny_llama(), tokens(), options=SearchOptions(workers=count), **options) for count in (0, 3)
-    )
+    found = bitplan.search(tiny_llama(layers=1), tokens(), options=SearchOptions(workers=3), **OPTIONS)
     assert counts == [3]
     assert found.plan.to_document() == plain.plan.to_document()
 
 
-def test_a_search_finds_the_same_plan_on_a_dask_cluster():
+def test_a_search_finds_the_same_plan_on_a_dask_cluster(plain):
     distributed = pytest.importorskip("distributed")
-    options = {"goal": Goal(bits=7.0), "formats": ("mxfp4", "int8_row")}
     with distributed.LocalCluster(processes=False, n_workers=2, threads_per_worker=1, dashboard_address=":0") as dask:
-        plain, found = (
-            bitplan.search(tiny_llama(), tokens(), options=SearchOptions(workers=workers), **options)
-            for workers in (0, dask.scheduler_address)
-        )
+        options = SearchOptions(workers=dask.scheduler_address)
+        found = bitplan.search(tiny_llama(layers=1), tokens(), options=options, **OPTIONS)
     assert found.plan.to_document() == plain.plan.to_document()
     assert found.winner.kl == plain.winner.kl
 

@@ -48,13 +48,13 @@ GGUF_CASTS = ("float32", "float16", "bfloat16")
 FORMATS = ("mxfp4", "nvfp4", "int8_row", "bfloat16")
 
 
-def tiny_llama(seed: int = 0, vocab_size: int = 96) -> torch.nn.Module:
+def tiny_llama(seed: int = 0, vocab_size: int = 96, layers: int = 2) -> torch.nn.Module:
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=layers,
         num_attention_heads=2,
         num_key_value_heads=1,
         max_position_embeddings=64,
