@@ -41,7 +41,7 @@ def cpu_model() -> str:
 
 
 def hardware() -> dict[str, Any]:
-    """Processor, cores, system and memory."""
+    """Describes the host: processor, cores, system and memory."""
     facts: dict[str, Any] = {
         "cpu": cpu_model(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -154,7 +154,7 @@ def code_sha256() -> str:
 
 
 def hash_tensors(tensors: Iterable[Tensor]) -> str:
-    """A hash of numbers, types and shapes."""
+    """A hash of tensors: their numbers, types and shapes."""
     import torch
 
     digest = hashlib.blake2b(digest_size=16)

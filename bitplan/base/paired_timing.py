@@ -42,7 +42,7 @@ Arm = Callable[[], Call]  # builds what is timed
 
 
 class Stopwatch(Protocol):
-    """What timing needs of a device."""
+    """What timing needs of a device: marks, waiting, memory."""
 
     def prepare(self) -> None:
         """Before a sample: bring the caches into the state that a model leaves."""
@@ -98,7 +98,7 @@ def time_in_turns(
     graph: bool = False,
     peers: Peers | None = None,
 ) -> dict[str, Timed]:
-    """`turns` samples of every arm, in turns, after `warmup` calls of each; a failed arm has a message."""
+    """Take `turns` samples of every arm, in turns, after `warmup` calls of each; a failed arm has a message."""
     if turns < 1 or warmup < 0:
         raise MeasureError(f"turns must be from 1 and warmup from 0, got {turns} and {warmup}")
     run = _Run(stopwatch, peers or Peers(), {}, {}, {})
@@ -237,7 +237,7 @@ class CpuStopwatch:
 
 
 class CudaStopwatch:
-    """Events on the current stream of one GPU."""
+    """A stopwatch of events on the current stream of one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -80,7 +80,7 @@ def encode(
 
 
 def readable(x: Tensor, name: str) -> Tensor:
-    """x without its graph, 8-bit floats as float32 (exact; torch has no arithmetic for them)."""
+    """The tensor without its graph, 8-bit floats as float32 (exact; torch has no arithmetic for them)."""
     if not isinstance(x, Tensor) or x.is_meta or x.layout != torch.strided:
         kind = f"{x.layout} on {x.device}" if isinstance(x, Tensor) else type(x).__name__
         raise FormatError(f"{name}: expected a dense torch tensor with numbers in it, got {kind}")
@@ -281,7 +281,7 @@ def check_whole_blocks(fmt: Format, shape: tuple[int, ...], pad: str | None, nam
 
 
 def _instead(fmt: Format, cols: int) -> str:
-    """The nearest format that holds such rows."""
+    """The nearest format that holds rows of this length, as a hint."""
     smaller = SMALLER_BLOCKS.get(fmt.name)
     if smaller is not None and cols % 32 == 0:
         return f"choose {smaller}, which holds rows of {cols}"
@@ -289,7 +289,7 @@ def _instead(fmt: Format, cols: int) -> str:
 
 
 def finite(x: Tensor, nonfinite: NonFinite, name: str) -> Tensor:
-    """x itself if every number is finite; else an error with the count, or x with replacements."""
+    """The tensor itself if every number is finite; else an error with the count, or x with replacements."""
     if nonfinite not in ("error", "replace"):
         raise FormatError(f"{name}: `nonfinite` is 'error' or 'replace', got {nonfinite!r}")
     if not x.numel():

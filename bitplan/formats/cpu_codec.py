@@ -94,7 +94,7 @@ AHEAD = 4096  # words: prefetched while the codes of one strip are computed
 
 @compiled
 def encode_int8(words_BG, data_BG, scales_B):
-    """int8_row, int8_g128: scale max |x| / 127, ties to even."""
+    """Encode int8_row and int8_g128: scale max |x| / 127, ties to even."""
     worst = U32(0)
     for block in range(scales_B.size):
         top = _largest_magnitude(words_BG[block])
@@ -106,7 +106,7 @@ def encode_int8(words_BG, data_BG, scales_B):
 
 @compiled
 def encode_e4m3(words_BG, data_BG, scales_B):
-    """fp8_e4m3_row: scale max |x| / 448, ties to even."""
+    """Encode fp8_e4m3_row: scale max |x| / 448, ties to even."""
     worst = U32(0)
     for block in range(scales_B.size):
         top = _largest_magnitude(words_BG[block])
@@ -133,7 +133,7 @@ def round_to_e4m3(words, inverse, data):
 
 @compiled
 def encode_bfloat16(words, data):
-    """float32 words -> bfloat16 words, ties to even; wrong for NaN, which the returned word shows to the caller."""
+    """Round float32 words to bfloat16 words, ties to even; wrong for NaN, which the returned word shows."""
     worst = U32(0)
     for i in range(words.size):
         worst = max(worst, U32(words[i] & MAGNITUDE))
@@ -172,7 +172,7 @@ def _round_to_e4m3(words, inverse, data):
 
 @compiled
 def encode_q4_0_gguf(words, data, scales):
-    """d = the number of largest magnitude / -8, kept as float16; code = floor(x / d + 8.5), at most 15."""
+    """Encode q4_0_gguf: d = the number of largest magnitude / -8 in float16; code = floor(x / d + 8.5), at most 15."""
     highest, lowest, inverses = np.empty(STRIP, I32), np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
@@ -195,7 +195,7 @@ def encode_q4_0_gguf(words, data, scales):
 
 @compiled
 def encode_q8_0_gguf(words, data, scales):
-    """d = max |x| / 127, kept as float16; code = x / d, ties away from zero."""
+    """Encode q8_0_gguf: d = max |x| / 127, kept as float16; code = x / d, ties away from zero."""
     tops, inverses = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
@@ -213,7 +213,7 @@ def encode_q8_0_gguf(words, data, scales):
 
 @compiled
 def encode_q4_0_poly(words, data, scales):
-    """Scale max |x| / 7; code = x / scale, ties away from zero, two's complement."""
+    """Encode q4_0_poly: scale max |x| / 7; code = x / scale, ties away from zero, two's complement."""
     tops, divisors = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
@@ -231,7 +231,7 @@ def encode_q4_0_poly(words, data, scales):
 
 @compiled
 def encode_int4_g32(words, data, scales):
-    """Scale max |x| / 7 as bfloat16; code = x / scale to nearest even, + 8."""
+    """Encode int4_g32: scale max |x| / 7 as bfloat16; code = x / scale to nearest even, + 8."""
     tops, inverses = np.empty(STRIP, U32), np.empty(STRIP, F32)
     worst = U32(0)
     for first in range(0, scales.size, STRIP):
@@ -249,7 +249,7 @@ def encode_int4_g32(words, data, scales):
 
 @compiled
 def encode_mxfp4(words, data, scales):
-    """Scale byte: the largest exponent - 2; codes E2M1, ties to even."""
+    """Encode mxfp4: scale byte = the largest exponent - 2; codes E2M1, ties to even."""
     tops = np.empty(STRIP, U16)
     worst = U16(0)
     for first in range(0, scales.size, STRIP):
@@ -441,7 +441,7 @@ I8 = np.int8
 
 @compiled
 def decode_int8(data, scales, out):
-    """int8_row, int8_g128."""
+    """Decode int8_row and int8_g128."""
     codes_BG, out_BG = data.reshape(scales.size, -1), out.reshape(scales.size, -1)
     for block in range(scales.size):
         for i in range(out_BG.shape[1]):
@@ -450,7 +450,7 @@ def decode_int8(data, scales, out):
 
 @compiled
 def decode_by_table(data, scales, out, table):
-    """Codes that index a table of 256 numbers: fp8_e4m3_row, mxfp8_e4m3."""
+    """Decode codes that index a table of 256 numbers: fp8_e4m3_row, mxfp8_e4m3."""
     codes_BG, out_BG = data.reshape(scales.size, -1), out.reshape(scales.size, -1)
     for block in range(scales.size):
         for i in range(out_BG.shape[1]):
@@ -521,7 +521,7 @@ def decode_mxfp4_gguf(data, scales, out):
 
 @compiled
 def decode_gguf_blocks(raw, scales, lows, planes, first_code, table, group, numbers, out):
-    """`numbers` of each block: (code + first_code, or the table's number) * scale, + low where there is one.
+    """Decode `numbers` of each block: (code + first_code, or the table's number) * scale, + low where there is one.
 
     planes   of each plane: its first byte, its bits, its codes in consecutive bytes, the place of its bits in a code
     """
@@ -781,7 +781,7 @@ def _decode_gguf_blocks(encoded: Encoded, dtype: torch.dtype) -> Tensor:
 
 @functools.cache
 def _planes(name: str) -> Array:
-    """[planes, 4], as `decode_gguf_blocks` takes them."""
+    """The planes of a layout, [planes, 4], as `decode_gguf_blocks` takes them."""
     layout, rows, shift = LAYOUTS[name], [], 0
     firsts = dict(zip((part for part, _ in layout.parts), _starts([size for _, size in layout.parts]), strict=True))
     for index, plane in enumerate(layout.planes):
@@ -827,7 +827,7 @@ def _load_scales(words: Array, table: Array | None) -> Array:
 
 
 def _pieces(count: int, size: int) -> list[slice]:
-    """`count` blocks of `size` numbers, cut for the threads."""
+    """Slices of `count` blocks of `size` numbers, cut for the threads."""
     count_of_pieces = min(PIECES_PER_THREAD * torch.get_num_threads(), count * size // SMALLEST_PIECE)
     step = -(-count // max(1, count_of_pieces))
     return [slice(start, min(start + step, count)) for start in range(0, count, max(1, step))]

@@ -61,12 +61,12 @@ def wider_types(name: str) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a type, without `torch.`."""
+    """The name that torch has for a type, without `torch.`."""
     return str(dtype).removeprefix("torch.")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type of this name."""
+    """The type that torch has under this name."""
     import torch
 
     dtype: torch.dtype = getattr(torch, name)
@@ -99,7 +99,7 @@ class Element(ABC):
 
     @abstractmethod
     def round(self, scaled: Tensor) -> Tensor:
-        """Scaled numbers -> codes."""
+        """Round scaled numbers to codes."""
 
     def value(self, codes: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Codes -> the numbers they stand for, in float32 unless another type is named."""
@@ -115,7 +115,7 @@ class Element(ABC):
 
 @dataclass(frozen=True)
 class IntegerElement(Element):
-    """Whole numbers `low`..`high`."""
+    """The element whose numbers are the integers `low`..`high`."""
 
     low: int = 0
     high: int = 0
@@ -137,7 +137,7 @@ class HalfAwayElement(IntegerElement):
 
 
 class BinaryElement(Element):
-    """+1 (code 1) for numbers above zero, else -1 (code 0), as in poly: zero becomes -1."""
+    """The element of two numbers: +1 (code 1) for numbers above zero, else -1 (code 0), as in poly: zero becomes -1."""
 
     is_sign: ClassVar[bool] = True
 
@@ -151,7 +151,7 @@ class BinaryElement(Element):
 
 
 class E2M1Element(Element):
-    """4-bit float: sign, 2 exponent bits, 1 mantissa bit; no NaN, no infinity; -0 is code 8."""
+    """The element of 4-bit floats: sign, 2 exponent bits, 1 mantissa bit; no NaN, no infinity; -0 is code 8."""
 
     def round(self, scaled: Tensor) -> Tensor:
         import torch

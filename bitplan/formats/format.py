@@ -37,7 +37,7 @@ PartShapes = dict[str, tuple["torch.dtype", tuple[int, ...]]]
 
 @dataclass(frozen=True)
 class Block:
-    """`rows` x `cols` numbers that share a scale; cols None is a whole row, both None the whole tensor."""
+    """A block of `rows` x `cols` numbers that share a scale; cols None is a whole row, both None the whole tensor."""
 
     rows: int | None
     cols: int | None
@@ -173,7 +173,7 @@ class Format:
         return padded if self.packing is None else self.packing.packed_length(padded)
 
     def grid(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """How many blocks down and across."""
+        """How many blocks a tensor of this shape has, down and across."""
         if self.block.is_tensor:
             return 1, 1
         rows, cols = self.matrix_shape(shape)
@@ -201,7 +201,7 @@ class Format:
         return sum(math.prod(size) * ITEM_BYTES[name] for name, size in self.part_layouts(shape).values())
 
     def _lead(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The axes that make up the rows."""
+        """The axes of a shape that make up the rows of its matrix."""
         if len(shape) > 2 and shape[-1] < NARROW_KERNEL:
             return shape[:1]
         return shape[:-1]
@@ -224,7 +224,7 @@ Tile = tuple[slice, slice]
 
 
 def tiles(fmt: Format, rows: int, cols: int, device: torch.device | None = None) -> Iterator[Tile]:
-    """Pieces of about a million numbers, of more on a GPU, each made of whole blocks.
+    """Slices of a matrix of about a million numbers, of more on a GPU, each made of whole blocks.
 
     Pieces are whole rows, unless one block is the whole tensor: then its single row is cut.
     """

@@ -110,7 +110,7 @@ def _by_format(numbers: Tensor, fmt: Format) -> Tensor:
 
 
 def _blocks_of_k(numbers: Tensor) -> Tensor:
-    """llama.cpp's `quantize_row_q8_K_ref`: the number of the largest magnitude becomes -127."""
+    """Round as llama.cpp's `quantize_row_q8_K_ref`: the number of the largest magnitude becomes -127."""
     import torch
 
     width = numbers.shape[-1]

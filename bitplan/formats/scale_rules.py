@@ -33,7 +33,7 @@ MSE_DEEP = tuple(0.955**step for step in range(50))
 
 
 class ScaleStorage:
-    """Scales kept as an ordinary float type."""
+    """How scales are stored that are kept as an ordinary float type."""
 
     needs_base = False
 
@@ -103,7 +103,7 @@ class BasedScales(ScaleStorage):
 
 
 def divided(x: Tensor, number: float) -> Tensor:
-    """x / number, rounded once on every device: CUDA divides by a Python number through its rounded reciprocal."""
+    """Divide a tensor by a number, rounded once on every device: CUDA would multiply by the rounded reciprocal."""
     import torch
 
     return x / torch.full((), number, dtype=x.dtype, device=x.device)
@@ -118,7 +118,7 @@ def power_of_two_scale(limit: Tensor, largest_code: float) -> Tensor:
 
 
 def scale_of_limit(limit: Tensor, largest_code: float) -> Tensor:
-    """limit / largest_code; one step smaller if it was rounded up and scale x largest_code would be infinite."""
+    """The scale limit / largest_code; one step smaller if it was rounded up and a number would be infinite."""
     import torch
 
     scale = divided(limit, largest_code)
@@ -135,7 +135,7 @@ def flush_small(scale: Tensor) -> Tensor:
 
 
 def reciprocal(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 for a zero scale, so that a zero block's codes are zero."""
+    """The reciprocal of a scale, and 0 for a zero scale, so that a zero block's codes are zero."""
     import torch
 
     return torch.where(scale == 0, 0.0, 1.0 / scale)

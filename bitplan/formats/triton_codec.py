@@ -70,21 +70,21 @@ NIBBLE_GROUPS = Launch(numbers=4096, warps=8)
 def decode_tiles(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """Scales per row or per 128 x 128 tile: int8_row, fp8_e4m3_row, fp8_e4m3_b128."""
+    """Decode with scales per row or per 128 x 128 tile: int8_row, fp8_e4m3_row, fp8_e4m3_b128."""
     return _run(_tiles_launch, encoded, dtype, launch or TILES, out)
 
 
 def decode_byte_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """int8_g128, mxfp8_e4m3, q8_0_gguf."""
+    """Decode one byte per number, with scales per group: int8_g128, mxfp8_e4m3, q8_0_gguf."""
     return _run(_byte_groups_launch, encoded, dtype, launch or BYTE_GROUPS, out)
 
 
 def decode_nibble_groups(
     encoded: Encoded, dtype: torch.dtype, launch: Launch | None = None, out: Tensor | None = None
 ) -> Tensor:
-    """mxfp4, nvfp4, int4_g32, q4_0_gguf."""
+    """Decode two numbers per byte, with scales per group: mxfp4, nvfp4, int4_g32, q4_0_gguf."""
     return _run(_nibble_groups_launch, encoded, dtype, launch or NIBBLE_GROUPS, out)
 
 
@@ -181,7 +181,7 @@ def _nibble_groups_launch(encoded: Encoded, dtype: torch.dtype, launch: Launch) 
 def _groups_launch(
     kernel: Any, encoded: Encoded, dtype: torch.dtype, launch: Launch, constants: dict[str, Any]
 ) -> PreparedLaunch:
-    """A kernel over all groups of an encoding."""
+    """The launch of a kernel over all groups of an encoding."""
     fmt, scales = encoded.fmt, encoded.scales
     assert scales is not None
     whole_groups(fmt, fmt.matrix_shape(encoded.shape)[1])

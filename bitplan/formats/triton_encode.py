@@ -93,14 +93,14 @@ def encode_byte_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = N
 
 
 def encode_nibble_groups(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
-    """Two neighbours per byte, the even one low, in groups of 32: mxfp4, int4_g32."""
+    """Encode two neighbours per byte, the even one low, in groups of 32: mxfp4, int4_g32."""
     launch = launch or NIBBLE_GROUPS
     constants = _constants(matrix_RC, fmt) | {"VECTOR": (launch.vector or 32) // 2}
     return _encode_groups(_encode_nibble_groups, matrix_RC, fmt, launch, constants, read_as=_as_pairs)
 
 
 def encode_q4_0(matrix_RC: Tensor, fmt: Format, launch: Launch | None = None) -> tuple[Tensor, Tensor]:
-    """q4_0_gguf: numbers j and j + 16 of a group of 32 share a byte; the extreme, with its sign, is code -8."""
+    """Encode q4_0_gguf: numbers j and j + 16 of a group of 32 share a byte; the extreme, with its sign, is code -8."""
     return _encode_groups(_encode_q4_0, matrix_RC, fmt, launch or BYTE_GROUPS, {})
 
 

@@ -615,13 +615,13 @@ def dequantize(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
 
 
 def _type_of(model: nn.Module) -> torch.dtype:
-    """The type of the model's other floats."""
+    """The type of the model's floats that are not packed."""
     kinds = [parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()]
     return kinds[0] if kinds else torch.float32
 
 
 def _plain_twin(layer: nn.Module) -> nn.Module | None:
-    """torch's own layer for a packed one, on meta; None where only transformers has it."""
+    """The layer of torch's own for a packed one, on meta; None where only transformers has it."""
     with torch.device("meta"):
         if isinstance(layer, QuantLinear):
             rows, columns = layer.weight.shape

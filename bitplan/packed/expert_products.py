@@ -241,7 +241,7 @@ class _Gradient(NamedTuple):
 def fused_product(
     x: Tensor, bias: Tensor | None, routes: Routes, matrices: ExpertMatrices, *, per_pair: bool
 ) -> Tensor:
-    """x [tokens, inputs], or [pairs, inputs] with `per_pair`, times each pair's own matrix: [pairs, outputs]."""
+    """Multiply x [tokens, inputs], or [pairs, inputs] with `per_pair`, by each pair's own matrix: [pairs, outputs]."""
     apply: Callable[..., Tensor] = _Fused.apply
     return apply(x, bias, routes, matrices, per_pair)
 

@@ -75,7 +75,7 @@ def view_of(model: nn.Module, *, anew: bool = False) -> ModelView:
 
 
 def fuse_what_is_seen(model: nn.Module) -> list[str]:
-    """`fuse_projections` for a loaded model, which runs as well where no example fits its forward: layer by layer."""
+    """Run `fuse_projections` on a loaded model; where no example fits its forward, it runs layer by layer."""
     if type(model).forward is nn.Module.forward:  # a container, whose layers the user calls
         return []
     try:
@@ -86,7 +86,7 @@ def fuse_what_is_seen(model: nn.Module) -> list[str]:
 
 
 def _joint_name(paths: Sequence[str]) -> str:
-    """model.layers.0.self_attn.q_proj+k_proj+v_proj."""
+    """The name of joined layers: model.layers.0.self_attn.q_proj+k_proj+v_proj."""
     parts = [path.split(".") for path in paths]
     shared = 0
     while all(len(part) > shared + 1 and part[: shared + 1] == parts[0][: shared + 1] for part in parts):

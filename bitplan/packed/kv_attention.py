@@ -191,7 +191,7 @@ def _append_launch(rows: JoinedRows, count: int, like: Tensor) -> PreparedLaunch
 
 
 def _attend_launches(rows: JoinedRows, query: Tensor, scaling: float, mask: Tensor | None) -> tuple[Any, Any, int]:
-    """(attend to chunks, join them, how many chunks) for a cache of this capacity."""
+    """The launches (attend to chunks, join them) and how many chunks, for a cache of this capacity."""
     batch, heads = query.shape[:2]
     kv_heads = rows.parts[0]["data"].shape[1]
     chunks = max(1, min(-(-rows.capacity // LEAST_CHUNK), PROGRAMS // (batch * kv_heads)))
@@ -479,7 +479,7 @@ def attend(
     dropout: float = 0.0,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: codes where a layer gave its cache itself, else as "sdpa" does."""
+    """The attention that transformers calls: reads codes where a layer gave its cache itself, else as "sdpa" does."""
     sdpa = _sdpa()
     if isinstance(key, JoinedRows):
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling

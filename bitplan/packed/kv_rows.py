@@ -50,12 +50,12 @@ class PackedRows:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def packed(self, rows: Tensor) -> PackedRows:
-        """Other rows in the same format."""
+        """Pack other rows in the same format."""
         parts = {"data": rows} if self.fmt is None else pack_rows(rows, self.fmt)
         return replace(self, parts=parts, width=rows.shape[-1])
 
     def followed_by(self, later: PackedRows) -> PackedRows:
-        """These tokens, then the later ones."""
+        """Rows of these tokens, then of the later ones."""
         if not self.parts:
             return later
         return replace(
@@ -63,7 +63,7 @@ class PackedRows:
         )
 
     def numbers(self) -> Tensor:
-        """What the codes stand for, tile by tile."""
+        """The numbers that the codes stand for, decoded tile by tile."""
         if self.fmt is None:
             return self.parts["data"]
         batch, heads, tokens, width = self.shape

@@ -140,7 +140,7 @@ class Matrix(NamedTuple):
 
 
 def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) -> Tensor:
-    """x [rows, inputs] @ W.T + bias, run in this way; without a gradient."""
+    """Compute x [rows, inputs] @ W.T + bias in this way, without a gradient."""
     with _no_autocast(x.device):
         if not x.shape[0]:
             return x.new_empty((0, matrix.shape[0]))
@@ -158,7 +158,7 @@ def multiply(x: Tensor, bias: Tensor | None, matrix: Matrix, way: ProductWay) ->
 
 
 def input_gradient(grad: Tensor, matrix: Matrix, way: ProductWay) -> Tensor:
-    """grad [rows, outputs] @ W; without a gradient of its own."""
+    """Compute grad [rows, outputs] @ W, without a gradient of its own."""
     with _no_autocast(grad.device):
         wide = compute_dtype(grad.device, grad.dtype)
         return gradient_over_pieces(grad.to(wide), matrix.pieces(way, wide), matrix.shape[1]).to(grad.dtype)
@@ -271,7 +271,7 @@ def _gradient_backward(ctx: Any, grad_of_grad: Tensor) -> tuple[Tensor | None, .
 
 
 def _batched(operator: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, int]]:
-    """vmap: rows of all samples at once. The weight and the bias are the same for all."""
+    """The rule for vmap: rows of all samples at once. The weight and the bias are the same for all."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], x: Tensor, *rest: Any) -> tuple[Tensor, int]:
         if any(axis is not None for axis in in_dims[1:]):

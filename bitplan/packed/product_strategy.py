@@ -256,7 +256,7 @@ def text_of(picks: Iterable[tuple[int | None, Pick]], input: str | None = None) 
 
 
 def way_at(text: str, rows: int) -> ProductWay:
-    """The way for this many rows."""
+    """The way that a text of picks has for this many rows."""
     for most, way in _read(text):
         if most is None or rows <= most:
             return way

@@ -36,7 +36,7 @@ def _(
 
 
 class QuantEmbedding(nn.Module):
-    """nn.Embedding over a packed table [rows, features], without gradients for it.
+    """An nn.Embedding over a packed table [rows, features], without gradients for it.
 
     dtype         type of the output; `model.to(dtype)` changes it, as in other layers
     padding_idx   only stored, for code that reads it: the row is looked up like any other

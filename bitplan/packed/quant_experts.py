@@ -107,7 +107,7 @@ def _packed_experts(x: Tensor, bias: Tensor | None, expert_ids: Tensor, *weight:
 
 
 def _packed_experts_gradient(grad: Tensor, expert_ids: Tensor, *weight: Any) -> Tensor:
-    """[pairs, inputs]: the gradient of each pair's row."""
+    """The gradient of each pair's row, [pairs, inputs]."""
     inputs, _, ways = weight[8:11]
     way = way_at(ways, expert_ids.numel())
     shape = (weight[0].shape[0], grad.shape[1], inputs)

@@ -69,7 +69,7 @@ class BinnedRows:
 
     @property
     def panels(self) -> tuple[Array, ...]:
-        """`words_a_row` of them a row."""
+        """The panels, `words_a_row` words a row each."""
         sizes = [self.rows * words_a_row(width) for width in self.widths]
         return tuple(self.words[first : first + size] for first, size in zip(self.firsts, sizes, strict=True))
 
@@ -141,7 +141,7 @@ def give_back_memory() -> None:
 
 
 def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
-    """Every number of x replaced by its bin."""
+    """Replace every number of x by its bin."""
     rows, features = len(x), len(bins.edges)
     firsts = range(0, features, PANEL)
     widths = tuple(min(PANEL, features - first) for first in firsts)
@@ -189,7 +189,7 @@ def _bin_categories(start: int, before: int, table: Array, sets: Array, bins: Bi
 
 
 def _gather(x: Array | TablePieces, chosen: Array) -> Array:
-    """Some rows, by all threads."""
+    """Copy some rows, by all threads."""
     if isinstance(x, TablePieces):
         return np.asarray(x[chosen])
     out = np.empty((len(chosen), x.shape[1]), x.dtype)
@@ -243,7 +243,7 @@ def _padded(rows: Array, size: int) -> Array:
 
 
 def _count_categories(numbers: Array, feature: int) -> Array:
-    """Rows of each category."""
+    """Count the rows of each category of a feature."""
     categories, counts = np.unique(numbers[~np.isnan(numbers)], return_counts=True)
     wrong = categories[(categories < 0) | (categories > MAX_CATEGORY) | (categories != np.floor(categories))]
     if len(wrong):

@@ -342,7 +342,7 @@ class _Trainer:
         return tree
 
     def _sample_rows(self, number: int) -> tuple[Array | range, Array]:
-        """Rows to grow trees from, and the others."""
+        """Draw the rows to grow trees from; gives these and the others."""
         count = len(self._rows.x)
         if self._settings.row_share >= 1:
             return range(count), np.empty(0, np.uint32)
@@ -410,7 +410,7 @@ class HostScores:
         return prepare(*self._by_output[output], self._settings.precision, key, self._span)
 
     def _gradient_space(self, outputs: int, count: int) -> tuple[Array, Array]:
-        """float32 (outputs, rows), twice; for one tree a round in space that the tree needs only later.
+        """Space for gradients and hessians, float32 (outputs, rows); for one tree a round what that needs later.
 
         Growing reads gradients from entries alone, and hessians only where they are float32; renewed leaves read both.
         """

@@ -83,7 +83,7 @@ def pieces_of(
 
 
 def targets_of(y: Array) -> Array:
-    """y as float64: (rows,), or (rows, targets)."""
+    """The targets as float64: (rows,), or (rows, targets)."""
     try:
         targets = y.astype(np.float64)
     except (TypeError, ValueError):
@@ -117,7 +117,7 @@ def refuse_missing_targets(y: Array) -> None:
 
 
 def with_place(error: ValueError, x: Any, y: Any) -> ValueError:
-    """scikit-learn's error about a number that is not finite, with where the first one is."""
+    """The error of scikit-learn about a number that is not finite, with where the first one is."""
     if "infinity" not in str(error) and "NaN" not in str(error):
         return error
     for name, values, advice in (("X", x, "NaN is a missing value"), ("y", y, "leave that row out")):
@@ -214,7 +214,7 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, above
 
 
 def truth(name: str, value: Any) -> bool:
-    """True, False, 1 or 0, numpy's among them."""
+    """A setting that is True, False, 1 or 0, numpy's among them, as a bool; others are refused."""
     if not isinstance(value, (bool, np.bool_, numbers.Integral)) or value not in (0, 1):
         raise TreesError(f"{name}: expected True or False, got {value!r:.40}")
     return bool(value)

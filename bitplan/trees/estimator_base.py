@@ -59,8 +59,8 @@ from bitplan.trees.tree import Booster
 def eval_pairs(
     eval_set: Any, eval_sample_weight: Any = None, eval_init_score: Any = None
 ) -> list[tuple[Any, Any, Any, Any]]:
-    """(X, y, weights, scores to begin with) of each set. Several sets are a list or tuple of tuples; anything else of
-    two parts is a pair."""
+    """The (X, y, weights, scores to begin with) of each set. Several sets are a list or tuple of tuples; anything else
+    of two parts is a pair."""
     more = {"eval_sample_weight": eval_sample_weight, "eval_init_score": eval_init_score}
     if eval_set is None:
         for name, values in more.items():
@@ -419,7 +419,7 @@ class BoostedTreesBase(FittedTrees):
         initial: Initial | None,
         shards: Shards,
     ) -> Array:
-        """x in the type that all processes have; refuses settings, features and targets that differ between them."""
+        """Agree on the type of x, which is returned in it; refuses settings, features and targets that differ."""
         always = {
             "the version of bitplan": __version__,
             "the estimator": type(self).__name__,

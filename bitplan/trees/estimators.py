@@ -68,7 +68,7 @@ def _by_class(weight_by_class: Any, classes: Array, class_numbers: Array, shards
 
 
 class _FitToTargets(BoostedTreesBase):
-    """`fit` of classifier and regressor, in one process or several."""
+    """What classifier and regressor share: `fit`, in one process or several."""
 
     @hints_for_others
     def fit(
@@ -210,7 +210,7 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
 
     @hints_for_others
     def predict_proba(self, X: Any) -> Array:
-        """(rows, classes), rows sum to 1."""
+        """The probability of each class, (rows, classes); rows sum to 1."""
         return self._proba(self._scores(X))
 
     @hints_for_others

@@ -86,7 +86,7 @@ class GradientsF32(Gradients):
 
 
 class GradientsI16(Gradients):
-    """Codes of 8 + 8 bits."""
+    """Gradients in codes of 8 + 8 bits."""
 
     __slots__ = ()
     precision, ends = GradientPrecision.I16, (127, 255)
@@ -108,7 +108,7 @@ class GradientsI16(Gradients):
 
 
 class GradientsI8(GradientsI16):
-    """Codes of 4 + 4 bits."""
+    """Gradients in codes of 4 + 4 bits."""
 
     __slots__ = ()
     precision, ends = GradientPrecision.I8, (7, 15)
@@ -200,7 +200,7 @@ def _count_beyond(grads: Array, hess: Array, tops: tuple[float, float], shards: 
 
 
 def _find_scale(numbers: Array, top: float, end: int, far: int, few: int, shards: Shards) -> float:
-    """`far_scale` of numbers in memory."""
+    """Find the `far_scale` of numbers in memory."""
     if shards.count > 1:
         return far_scale(_Magnitudes(numbers, shards), top, end, far, few)
     ordered, scale = np.empty(few, np.float32), np.empty(1)

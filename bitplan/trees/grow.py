@@ -129,12 +129,12 @@ class TreeGrower:
 
     @property
     def columns(self) -> Array:
-        """Bins by column, then row."""
+        """The bins by column, then row."""
         return self._data.columns
 
     @property
     def idle_space(self) -> Array:
-        """8 bytes a row that nothing is in until a tree's first rows are divided: after they are entered."""
+        """Space of 8 bytes a row that is free until a tree's first rows are divided: after they are entered."""
         return self._spare
 
     def at_once(self, outputs: int) -> int:

@@ -28,7 +28,7 @@ NARROW_ROWS = kernels.NARROW_ROWS  # that narrow cells hold
 
 @dataclass(slots=True)
 class Histogram:
-    """cells: features * 256 cells of `words` int64 each."""
+    """A histogram of features * 256 cells, of `words` int64 each."""
 
     cells: Array
     words: int
@@ -60,7 +60,7 @@ def enter(gradients: Gradients, rows: Array | range, space: Array | None = None)
 
 
 def codes_of(gradients: Gradients, rows: Array | range | None = None) -> tuple[Array, Array]:
-    """int64 codes of quantized gradients and hessians of some rows, or of all: what they add to sums."""
+    """The int64 codes of quantized gradients and hessians of some rows, or of all: what they add to sums."""
     entries = enter(gradients, range(len(gradients.grads)) if rows is None else rows).view(np.int64)
     return entries >> 48, entries >> 32 & 0xFFFF
 

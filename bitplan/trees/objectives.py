@@ -103,7 +103,7 @@ class AbsoluteError(OneScore):
 
 
 class LogMean(OneScore):
-    """Raw scores are logarithms of means."""
+    """An objective whose raw scores are logarithms of means."""
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         return np.array([math.log(average(y, weights, shards))])
@@ -128,7 +128,7 @@ class Poisson(LogMean):
 
 
 class Binary(OneScore):
-    """y is 0 or 1."""
+    """Log loss of two classes; y is 0 or 1."""
 
     name = "binary"
     _kernel = staticmethod(trees_gradients.binary)
@@ -148,7 +148,7 @@ class Binary(OneScore):
 
 
 class Multiclass:
-    """y is 0 .. classes - 1; scores (rows, classes), grads and hess (classes, rows)."""
+    """Log loss of several classes; y is 0 .. classes - 1; scores (rows, classes), grads and hess (classes, rows)."""
 
     name = "multiclass"
 
@@ -364,7 +364,7 @@ def metrics_of(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
 
 
 def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]:
-    """The user's alone."""
+    """The metrics that a user asks for by `eval_metric`."""
     metrics = [] if eval_metric is None else eval_metric
     metrics = [metrics] if callable(metrics) or isinstance(metrics, str) else metrics
     metrics = metrics if isinstance(metrics, Sequence) else [None]

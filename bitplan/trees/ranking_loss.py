@@ -18,7 +18,7 @@ MAX_RELEVANCE = 31  # 2^31 times as good as nothing
 
 
 def relevance_of(y: Array) -> Array:
-    """y, if every target is a relevance."""
+    """The targets, if every one is a relevance; others are refused."""
     is_bad = ~((y >= 0) & (y <= MAX_RELEVANCE) & (y == np.floor(y)))
     if is_bad.any():
         row = int(np.argmax(is_bad))
@@ -78,7 +78,7 @@ class Queries:
 
 
 class LambdaRank(OneScore):
-    """`queries` are those of the training rows; none is needed to predict."""
+    """LambdaRank's loss; `queries` are those of the training rows; none is needed to predict."""
 
     name = "lambdarank"
 

@@ -45,7 +45,7 @@ class PrecisionSeen:
         return statistics.median(self.seconds)
 
     def fit_s(self, rounds: int) -> float:
-        """What a fit of so many rounds will take."""
+        """Seconds that a fit of so many rounds will take."""
         return self.setup_s + rounds * self.median_s
 
 

@@ -88,7 +88,7 @@ def _tree_document(tree: Tree) -> dict[str, Any]:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """What JSON can hold; anything else is refused by name."""
+    """A value as JSON can hold it; anything else is refused by name."""
     if isinstance(value, GradientPrecision):
         return value.value
     if isinstance(value, np.ndarray):

@@ -110,7 +110,7 @@ class Table:
         return self.x[rows]
 
     def with_numbers(self, numbers: Array) -> Any:
-        """Other numbers under the same names."""
+        """A table of other numbers under the same names."""
         return numbers
 
 
@@ -241,7 +241,7 @@ def rows_of(x: Any, rows: Array) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """A number of NumPy's as Python's."""
+    """A value as Python's own, where it is a number of NumPy's."""
     return value.item() if isinstance(value, np.generic) else value
 
 

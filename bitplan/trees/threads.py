@@ -35,7 +35,7 @@ def has_infinity(x: Array) -> bool:
 
 
 def distinct_labels(labels: Array) -> Array:
-    """`np.unique`."""
+    """The distinct labels, as `np.unique` gives them."""
     if labels.dtype.kind not in "biuf" or len(labels) <= LABELS:
         return np.unique(labels)
     firsts = range(0, len(labels), LABELS)
@@ -89,7 +89,7 @@ def allowed_cores() -> int:
 
 @functools.lru_cache(maxsize=8)
 def _joblib_cores(_affinity: frozenset[int], _limit: str | None) -> int:
-    """joblib's count, remembered for as long as what may change it is the same: it reads files of the container."""
+    """The cores that joblib counts, remembered as long as what may change them is the same: it reads files to count."""
     import joblib  # type: ignore[import-untyped]  # comes with scikit-learn
 
     return int(joblib.cpu_count())

@@ -33,7 +33,7 @@ SET_WORDS = 8  # at least: 256 categories
 
 @dataclass(frozen=True)
 class Tree:
-    """Arrays by inner node, then by leaf."""
+    """A tree, as arrays by inner node and by leaf."""
 
     feature: Array
     threshold: Array
@@ -231,7 +231,7 @@ class Forest:
 
     @cached_property
     def row_ns(self) -> float:
-        """About what a row takes on one thread."""
+        """About how many nanoseconds a row takes on one thread."""
         leaves = np.diff(self.leaf_starts)
         return float(ROW_NS + (TREE_NS + STEP_NS * np.log2(np.maximum(leaves / predict.EXITS, 1))).sum())
 
@@ -329,7 +329,7 @@ class Booster:
         return len(self.trees) // self.outputs
 
     def scores(self, x: Array | TablePieces) -> Array:
-        """Raw scores (rows, outputs)."""
+        """Compute raw scores (rows, outputs)."""
         return self.scores_checked(x, thread_count())[0]
 
     def scores_checked(self, x: Array | TablePieces, threads: int) -> tuple[Array, bool]:

@@ -105,7 +105,7 @@ def _loops() -> tuple[dict[str, Any], bytes]:
 
 @functools.cache
 def _has(features: tuple[str, ...]) -> bool:
-    """Whether this processor has all of them."""
+    """Whether this processor has all of these features."""
     of_host = llvm.get_host_cpu_features()
     return all(of_host.get(feature) for feature in features)
 
@@ -115,7 +115,7 @@ def digest_of(loops: dict[str, Any], code: bytes) -> str:
 
 
 def rebuilt(function: Callable[..., Any], sig: Any, context: Any) -> Any:
-    """numba's result of compiling a function, from the file; None if that does not have it."""
+    """Rebuilds numba's result of compiling a function from the file; None if that does not have it."""
     loops, code_of_all = _loops()
     entry = loops.get(name_of(function, sig) or "")
     if entry is None:

@@ -81,7 +81,7 @@ class CallWriter:
         return self.builder.load(self.address(word))
 
     def count(self, kind: Any) -> int:
-        """How many words an argument has."""
+        """How many words an argument of this type has."""
         return len(self.context.call_conv.get_function_type(types.none, [kind]).args) - RESULTS
 
     def call(self, loop: Any, kinds: list[Any], words: list[Any]) -> None:
@@ -155,7 +155,7 @@ class First:
 
 @dataclass(slots=True)
 class End:
-    """The number after a piece's last row."""
+    """Stands in a loop's arguments for the number after a piece's last row."""
 
 
 def threads_for(count: int, row_ns: float) -> int:
@@ -163,7 +163,7 @@ def threads_for(count: int, row_ns: float) -> int:
 
 
 def piece_rows(count: int, threads: int) -> int:
-    """Rows of a piece."""
+    """How many rows a piece has."""
     return max(-(-count // (threads * PIECES_A_THREAD * STEP)), 1) * STEP
 
 

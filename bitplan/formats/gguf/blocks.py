@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class GgufQ40(Format):
-    """d = (the number of largest magnitude) / -8; code = trunc(x / d + 8.5), at most 15; value (code - 8) * d."""
+    """Q4_0: d = (the number of largest magnitude) / -8; code = trunc(x / d + 8.5), at most 15; value (code - 8) * d."""
 
     def limits(self, blocks: Tensor, rule: ScaleRule, percentile: float) -> Tensor:
         import torch
@@ -51,7 +51,7 @@ class GgufQ40(Format):
 
 
 class GgufQ80(Format):
-    """d = max |x| / 127; code = x / d rounded half away from zero."""
+    """Q8_0: d = max |x| / 127; code = x / d rounded half away from zero."""
 
     def quantize(
         self, blocks: Tensor, exact_scales: Tensor, base: Tensor | None, zero_point: Tensor | None
@@ -106,7 +106,7 @@ class GgufPowerOfTwoScales(PowerOfTwoScales):
 
 
 class GgufBlocks(Format):
-    """`data` holds whole blocks, [..., bytes per row], and is the only part; scales are always searched (mse)."""
+    """A format whose only part, `data`, holds whole blocks, [..., bytes per row]; scales are always searched (mse)."""
 
     @property
     def layout(self) -> Layout:
@@ -148,7 +148,7 @@ class GgufBlocks(Format):
 
 
 class GgufVectors(GgufBlocks):
-    """Blocks of vectors from a fixed list."""
+    """A format of blocks of vectors from a fixed list."""
 
     @property
     def vectors(self) -> VectorLayout:
@@ -178,7 +178,7 @@ def gguf_vectors(name: str, text: str) -> GgufVectors:
 
 
 def gguf_blocks(name: str, text: str) -> GgufBlocks:
-    """The format of a layout."""
+    """The format of a layout of GGUF's blocks."""
     layout = LAYOUTS[name]
     bits = sum(plane.bits for plane in layout.planes)
     signed = layout.low < 0 or layout.table is not None

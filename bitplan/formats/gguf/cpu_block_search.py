@@ -33,7 +33,7 @@ Array = np.ndarray[Any, Any]
 
 
 class NumbaSums:
-    """x [R, P, g]; w [P, g], or [1, g]; scale and low [R, P]; all float32 on the CPU."""
+    """`GroupSums` by compiled loops: x [R, P, g]; w [P, g], or [1, g]; scale and low [R, P]; all float32 on the CPU."""
 
     def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
         scale, low = torch.empty(x.shape[:2]), torch.empty(x.shape[:2])
@@ -75,7 +75,7 @@ def _groups(x: Tensor) -> Array:
 
 
 def runs_of(count: int) -> list[slice]:
-    """Runs of groups for threads."""
+    """Slices of groups, one for each thread."""
     threads = thread_count()
     step = max(1, count if threads == 1 else -(-count // (threads * PIECES_PER_THREAD)))
     return [slice(start, min(start + step, count)) for start in range(0, count, step)]
@@ -99,7 +99,7 @@ def _limits(layout: Layout) -> tuple[Any, Any, Array]:
 
 @inlined
 def _total(numbers_G, size):
-    """The sum by halves; overwrites the buffer."""
+    """The sum of a buffer by halves, which overwrites it."""
     if size == 32:
         for i in range(16):
             numbers_G[i] += numbers_G[i + 16]
@@ -139,7 +139,7 @@ def _error(x_G, w_G, scale, low, v_G, buffer_G, size):
 
 @inlined
 def _products(x_G, w_G, v_G, buffer_G, size):
-    """Sums of w v v, w v and w x v."""
+    """The sums of w v v, w v and w x v over a group."""
     for i in range(size):
         buffer_G[i] = w_G[i] * (v_G[i] * v_G[i])
     vv = _total(buffer_G, size)
@@ -283,7 +283,7 @@ class RowSearch:
         self._integers = F32(layout.scale_low or 0), F32(layout.scale_high or 0)
 
     def __call__(self, x_RPG: Array, w_PG: Array) -> tuple[Array, Array, Array | None, Array | None]:
-        """d and dmin [R, B], and where the layout has them integers [R, P]; contiguous float32 throughout."""
+        """Gives d and dmin [R, B], and where the layout has them integers [R, P]; contiguous float32 throughout."""
         layout, limits = self.layout, self._limits
         rows, groups, size = x_RPG.shape
         scale, low = np.empty((rows, groups), F32), np.empty((rows, groups), F32)
@@ -301,7 +301,7 @@ class CompiledSearch:
     """A `BlockSearch` on the CPU."""
 
     def parts(self, x: Tensor, w: Tensor, layout: Layout) -> BlockParts:
-        """x [R, P, g] and w [P, g], or [1, g] -> blocks, row by row, with codes."""
+        """Search x [R, P, g] with weights w [P, g], or [1, g]: blocks, row by row, with codes."""
         threads, search = thread_count(), RowSearch(layout)
         step = max(1, len(x) if threads == 1 else -(-len(x) // (threads * PIECES_PER_THREAD)))
         x_RPG, w_PG = x.contiguous().numpy(), w.contiguous().numpy()
@@ -485,7 +485,7 @@ def _error_of(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, size):
 
 @inlined
 def _sum_of(w_G, x_G, buffer_G, by_x, size):
-    """The sum of w, or of w x."""
+    """The sum of w, or of w x, over a group."""
     for i in range(size):
         buffer_G[i] = w_G[i] * x_G[i] if by_x else w_G[i]
     return _total(buffer_G, size)

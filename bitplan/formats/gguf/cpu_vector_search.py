@@ -157,7 +157,7 @@ def nearest_eight(
 
 @inlined
 def empty_room():
-    """Buffers of `nearest_eight`."""
+    """Makes the buffers of `nearest_eight`."""
     return (
         np.empty(32, F32),
         np.empty(32, F32),

@@ -87,7 +87,7 @@ class VectorLayout(RowOfParts):
     # ---- bytes ---------------------------------------------------------------------------------------------------
 
     def pack(self, blocks: VectorParts) -> Tensor:
-        """-> [B, block_bytes] uint8."""
+        """Pack the parts of blocks into [B, block_bytes] uint8."""
         import torch
 
         count, byte = len(blocks.d), torch.uint8
@@ -151,14 +151,14 @@ class VectorLayout(RowOfParts):
 
 
 def _bytes(words: Tensor, size: int) -> Tensor:
-    """[B, n] integers -> [B, n x size] bytes, the lowest first."""
+    """Integers [B, n] as bytes [B, n x size], the lowest first."""
     import torch
 
     return _stacked([words >> 8 * index & 255 for index in range(size)]).to(torch.uint8)
 
 
 def _from_bytes(raw: Tensor, size: int) -> Tensor:
-    """The opposite of `_bytes`, in int64."""
+    """Integers, int64, of the bytes that `_bytes` makes."""
     lanes = raw.reshape(len(raw), -1, size).long()
     return sum((lanes[:, :, index] << 8 * index for index in range(1, size)), lanes[:, :, 0])
 
@@ -179,13 +179,13 @@ def _ninth_sign(seven: Tensor) -> Tensor:
 
 
 def signs_of(signs: Tensor) -> Tensor:
-    """[B, n] bytes -> [B, 8 n] of 1 and -1, in float32."""
+    """The signs that bytes [B, n] hold, [B, 8 n] of 1 and -1 in float32."""
     return 1 - 2 * Plane(1, 1).unpack(signs).float()
 
 
 @functools.cache
 def codebook(ggml_type: str, device: torch.device | str = "cpu") -> Codebook:
-    """gguf-py's list of vectors of a block type."""
+    """The list of vectors that gguf-py has for a block type."""
     import torch
     from gguf import quants
 
@@ -227,11 +227,11 @@ class VectorSearch(Protocol):
     """The slow part: the definition below, or a compiled version."""
 
     def nearest(self, x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout) -> Found:
-        """x [N, g]; w [P, g], of groups 0 to P - 1 again and again; scale [N], not below zero; float32."""
+        """Find the nearest vectors of x [N, g] with w [P, g], of groups 0 to P - 1 in turn, and scale [N] from 0 up."""
 
 
 class TorchVectors:
-    """Plain torch, all vectors tried."""
+    """The definition in plain torch, which tries all vectors."""
 
     def nearest(self, x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout) -> Found:
         import torch
@@ -320,7 +320,7 @@ def _fit(x: Tensor, w: Tensor, scale: Tensor, layout: VectorLayout, search: Vect
 
 
 def _first_steps(exact_scales: Tensor, curve: Tensor, layout: VectorLayout) -> tuple[Tensor, Tensor]:
-    """[B] d and [B, G] multiples as stored, such that d x multiple is near the exact scales."""
+    """Find [B] d and [B, G] multiples as stored, such that d x multiple is near the exact scales."""
     top = exact_scales.amax(dim=1) / (layout.unit * (2 * MOST + 1))
     best = _steps(exact_scales, curve, top, layout)
     for multiple in MULTIPLES:
@@ -362,7 +362,7 @@ def _neighbours(
 
 
 def _fitted(d: Tensor, multiples: Tensor, vv: Tensor, xv: Tensor) -> Tensor:
-    """d by least squares for the present vectors, where that loses less once it is rounded."""
+    """Fit d by least squares to the present vectors, where that loses less once it is rounded."""
     import torch
 
     curve, slope = by_halves(vv * (multiples * multiples)), by_halves(xv * multiples)
@@ -371,7 +371,7 @@ def _fitted(d: Tensor, multiples: Tensor, vv: Tensor, xv: Tensor) -> Tensor:
 
 
 def _chosen(better: Tensor, ones: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """`ones` where they are better, else `others`."""
+    """Those of `ones` that are better, else those of `others`."""
     import torch
 
     pairs = zip(ones, others, strict=True)

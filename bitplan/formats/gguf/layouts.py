@@ -19,7 +19,7 @@ IQ4_NL_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 
 
 class Plane(NamedTuple):
-    """`bits` of every code, with `run` codes in consecutive bytes."""
+    """A plane: `bits` of every code, with `run` codes in consecutive bytes."""
 
     bits: int
     run: int
@@ -97,7 +97,7 @@ class Layout(RowOfParts):
     # ---- bytes ---------------------------------------------------------------------------------------------------
 
     def pack(self, blocks: BlockParts) -> Tensor:
-        """-> [B, block_bytes] uint8."""
+        """Pack the parts of blocks into [B, block_bytes] uint8."""
         import torch
 
         parts = {"d": float_bytes(blocks.d)}
@@ -129,7 +129,7 @@ class Layout(RowOfParts):
         return BlockParts(codes, floats(parts["d"]), dmin, scales, mins)
 
     def scales_in(self, raw: Tensor) -> tuple[Tensor, Tensor | None]:
-        """`group_scales` of [B, block_bytes] uint8, whose codes are not read."""
+        """The `group_scales` of [B, block_bytes] uint8, whose codes are not read."""
         return self.group_scales(self._with_scales(raw, self._split(raw)))
 
     def halves(self, raw: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ def floats(raw: Tensor) -> Tensor:
 
 
 def float_bytes(numbers: Tensor) -> Tensor:
-    """The opposite."""
+    """Write [B] float16 as [B, 2] bytes."""
     import torch
 
     return numbers.to(torch.float16).reshape(-1, 1).view(torch.uint8)

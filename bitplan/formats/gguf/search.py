@@ -188,7 +188,7 @@ class BlockSearch(Protocol):
     """The whole search: by sums, or in one launch on a GPU."""
 
     def parts(self, x: Tensor, w: Tensor, layout: Layout) -> BlockParts:
-        """x [R, P, g] and w [P, g], or [1, g] -> blocks, row by row, with codes."""
+        """Search x [R, P, g] with weights w [P, g], or [1, g]: blocks, row by row, with codes."""
 
 
 class SearchBySums:
@@ -339,7 +339,7 @@ class _Blocks:
         return best, best_min
 
     def _fitted(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
-        """d and dmin by least squares for the present codes and integers, where that makes the error smaller."""
+        """Fit d and dmin by least squares to the present codes and integers, where that makes the error smaller."""
         import torch
 
         groups = self._groups(d, dmin, scales, mins)

@@ -28,7 +28,7 @@ class TritonSearch:
     """What `search_blocks` takes in place of the sums: whole blocks in one launch."""
 
     def parts(self, x: Tensor, w: Tensor, layout: Layout) -> BlockParts:
-        """x [R, P, g] and w [P, g] or [1, g] -> blocks, row by row, with codes."""
+        """Search x [R, P, g] with weights w [P, g] or [1, g]: blocks, row by row, with codes."""
         rows, groups, group = x.shape
         matrix = x.contiguous().reshape(rows, groups * group)
         blocks, count = groups // layout.group_count, layout.group_count
@@ -100,7 +100,7 @@ def search_into(
 
 @functools.cache
 def _starting(layout: Layout, device: torch.device) -> Tensor:
-    """[starts, 2]: what the range, or the extreme, is multiplied by for the scale, and for the shift of the low end."""
+    """The starts, [starts, 2]: factors of the range, or the extreme, for the scale and for the shift of the low end."""
     if layout.has_min:
         pairs = [(start.width / layout.high, (1.0 - start.width) * start.clip) for start in starts(layout)]
     else:

@@ -174,7 +174,7 @@ class CausalLM:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the embedding."""
+        """How many tokens the model knows: rows of the embedding."""
         return int(self.model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
     @property
@@ -282,7 +282,7 @@ def late_logits_of(model: nn.Module) -> Callable[[Tensor], Tensor | LateLogits]:
 
 
 def _with_states(output: Any, states: Tensor) -> Any:
-    """What a body gave, with other last states."""
+    """The output of a model's body, with other last states."""
     return (states, *output[1:]) if isinstance(output, tuple) else replace(output, last_hidden_state=states)
 
 

@@ -455,7 +455,7 @@ def check_numbers(file: TensorFile, name: str, item: Tensor | Encoded) -> None:
 
 
 def check_norms(file: TensorFile) -> None:
-    """`check_numbers` of the plain norms alone, for a caller that lets transformers read them."""
+    """Run `check_numbers` on the plain norms alone, for a caller that lets transformers read them."""
     for name, spec in file.specs.items():
         if guess_role(name) == "norm" and (not spec.encoded or get_format(spec.format).is_cast):
             item = file.read(name)

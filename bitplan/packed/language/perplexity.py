@@ -233,7 +233,7 @@ class Quality:
 
 
 def _exp(nll: float) -> float:
-    """exp, infinite beyond float64: a broken model can be thousands of nats off."""
+    """The exponential, infinite beyond float64: a broken model can be thousands of nats off."""
     return math.exp(nll) if nll < MOST_NATS else math.inf
 
 

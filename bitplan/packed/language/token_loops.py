@@ -58,7 +58,7 @@ def vector(address):
 
 
 def _norm(job):
-    """x += added; y = x * weight / sqrt(mean of x^2 + eps)."""
+    """An RMS norm: x += added; y = x * weight / sqrt(mean of x^2 + eps)."""
     x, added, weight, y, width = field(job, X), field(job, ADDED), field(job, WEIGHT), field(job, Y), field(job, WIDTH)
     if added:
         for k in range(0, width, LANES):
@@ -152,7 +152,7 @@ class StepLoops:
         self._scores = torch.empty(0)
 
     def norm(self, x: Tensor, added: Tensor | None, weight: Tensor, eps: float) -> Tensor:
-        """x += added, in place; the norm of x."""
+        """Add `added` to x in place; gives the norm of x."""
         job = self._norm_job
         job[X], job[ADDED], job[WEIGHT] = x.data_ptr(), 0 if added is None else added.data_ptr(), weight.data_ptr()
         job[EPS] = _bits_of(eps)

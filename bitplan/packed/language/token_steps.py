@@ -53,7 +53,7 @@ class _Norm:
     eps: float
 
     def __call__(self, x: Tensor, added: Tensor | None) -> Tensor:
-        """x += added, in place; the norm of x."""
+        """Add `added` to x in place; gives the norm of x."""
         if added is not None:
             x += added
         row = x.view(-1)  # a third of the time of torch.rms_norm, which is a chain of operators on a CPU
@@ -250,7 +250,7 @@ class TokenSteps:
         return y
 
     def _bound(self, x: Tensor, paths: tuple[str, ...]) -> tuple[Bound, int]:
-        """The product of all these layers: as one where they are joined."""
+        """The outputs of all these layers: one product where they are joined."""
         layers = [self._structure.layers[path] for path in paths]
         joint: JointProjection | None = layers[0].joint
         joined = None if joint is None or joint.layers != layers else joint.joined_layer()

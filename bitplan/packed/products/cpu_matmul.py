@@ -84,7 +84,7 @@ def pack_four_bit(weight: Encoded) -> Tensor:
 
 
 def four_bit_linear(x_MK: Tensor, weight: Encoded, packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias in float32, x rounded to 8-bit integers row by row. A row that is not finite gives NaN."""
+    """Compute x @ W.T + bias in float32, x rounded to 8-bit integers row by row. A row that is not finite gives NaN."""
     rows, cols = weight.shape[0], weight.fmt.padded_cols(weight.shape[1])
     x = torch.nn.functional.pad(x_MK.float(), (0, cols - weight.shape[1])).contiguous()
     if not x.shape[0]:
@@ -96,7 +96,7 @@ def four_bit_linear(x_MK: Tensor, weight: Encoded, packed: Tensor, bias: Tensor 
 
 
 def four_bit_bound(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """[M, N]: how far rounding x to 8-bit integers may take a result from the exact product."""
+    """How far, [M, N], rounding x to 8-bit integers may take a result from the exact product."""
     step = (x_MK.amax(dim=1).clamp(min=0) - x_MK.amin(dim=1).clamp(max=0)) / 255
     return step.unsqueeze(1) * w_NK.abs().sum(dim=1)
 

@@ -35,7 +35,7 @@ def why_no_rows(fmt: Format) -> str | None:
 
 
 def rows_of(encoded: Encoded, rows: slice) -> Encoded:
-    """Some rows of an encoded matrix, as views."""
+    """An encoding of some rows of an encoded matrix, as views."""
     reason = why_no_rows(encoded.fmt)
     if reason is not None or len(encoded.shape) != 2:
         raise FormatError(f"rows of {encoded.fmt.name} of shape {encoded.shape}: {reason or 'not a matrix'}")
@@ -59,7 +59,7 @@ def decoded_pieces(encoded: Encoded, dtype: torch.dtype, step: int) -> Iterator[
 
 
 def linear_over_pieces(x_MK: Tensor, pieces: Iterator[Piece], out_features: int, bias: Tensor | None = None) -> Tensor:
-    """x @ W.T + bias, in the type of x, which is that of the pieces."""
+    """Compute x @ W.T + bias piece by piece, in the type of x, which is that of the pieces."""
     y_MN: Tensor | None = None
     for rows, w_RK in pieces:
         part_MR = functional.linear(x_MK, w_RK, None if bias is None else bias[rows])
@@ -72,7 +72,7 @@ def linear_over_pieces(x_MK: Tensor, pieces: Iterator[Piece], out_features: int,
 
 
 def gradient_over_pieces(g_MN: Tensor, pieces: Iterator[Piece], in_features: int) -> Tensor:
-    """g @ W, summed over the pieces; 16-bit types are summed in float32, as one product would."""
+    """Compute g @ W, summed over the pieces; 16-bit types are summed in float32, as one product would."""
     total_MK: Tensor | None = None
     wide = torch.promote_types(g_MN.dtype, torch.float32)
     for rows, w_RK in pieces:

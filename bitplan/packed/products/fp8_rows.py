@@ -111,7 +111,7 @@ define_operator(
 
 
 def fp8_linear(x: Tensor, weight: Encoded, bias: Tensor | None) -> Tensor:
-    """x [..., inputs] @ W.T + bias, in bfloat16."""
+    """Compute x [..., inputs] @ W.T + bias on FP8 units, in bfloat16."""
     x_MK = x.reshape(-1, weight.shape[1])
     if x.is_cuda:
         from bitplan.formats.triton_encode import encode_rows

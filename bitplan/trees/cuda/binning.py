@@ -43,7 +43,7 @@ def _empty_panels(rows: int, features: int, more: int) -> CudaBins:
 
 
 def copy_bins(data: BinnedRows) -> CudaBins:
-    """Bins that the CPU found."""
+    """Copy bins that the CPU found to the GPU."""
     rows, features = data.rows, len(data.columns)
     binned = _empty_panels(rows, features, 2 * rows * GROUP_BYTES)
     for group in range(binned.groups):
@@ -58,7 +58,7 @@ def copy_bins(data: BinnedRows) -> CudaBins:
 
 
 def bin_on_card(x: Array, bins: Bins) -> CudaBins:
-    """Every number of x replaced by its bin; no feature is a category."""
+    """Replace every number of x by its bin; no feature is a category."""
     rows, features = x.shape
     chunk = min(rows, ROWS_AT_ONCE)
     binned = _empty_panels(rows, features, 2 * chunk * features * x.itemsize)

@@ -153,7 +153,7 @@ class CudaTreeGrower(TreeGrower):
         return self._panels, self._width
 
     def at_once(self, outputs: int) -> int:
-        """The card is busy with one tree."""
+        """How many trees grow at once: one keeps the card busy."""
         return 1
 
     def grow(self, gradients: Gradients | CudaGradients, rows: Array | range, features: Array) -> Grown:
@@ -179,7 +179,7 @@ class CudaTreeGrower(TreeGrower):
         return self._finish(growth)
 
     def _begin(self, columns: Array) -> None:
-        """What judging needs to know of this tree."""
+        """Copy to the GPU what judging needs to know of this tree."""
         groups = np.zeros(self._features, np.int64)
         groups[columns] = self._by_feature[columns, split.FEATURE_GROUPS]
         rules = self._rules
@@ -211,7 +211,7 @@ class CudaTreeGrower(TreeGrower):
         return sums
 
     def _expand_leaves(self) -> None:
-        """Waves until the tree is complete."""
+        """Run waves until the tree is complete."""
         growth = self._growth
         tables = growth.nodes, growth.reals, growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         wave = np.zeros((self._wave, 2), np.int64)

@@ -62,7 +62,7 @@ class TorchJudge:
         self._bins = torch.arange(there.BINS, device=device)
 
     def find(self, nodes: Nodes, scales: tuple[float, float]) -> tuple[Tensor, Tensor]:
-        """(N, RESULT) as `kernels.pick_features` writes it; (N, B): 1 for the categories that go left."""
+        """The best splits, (N, RESULT) as `kernels.pick_features` writes it; (N, B): 1 for categories that go left."""
         step = max(MOST_CELLS // (nodes.cells.shape[1] * there.BINS), 1)
         cuts = [slice(first, first + step) for first in range(0, len(nodes.cells), step)]
         results = [self._find(nodes.at(cut), scales) for cut in cuts]
@@ -207,7 +207,7 @@ class TorchJudge:
         return (grad.abs() - self._rules.l1).clamp(min=0.0)
 
     def _value(self, grad: Tensor, hess: Tensor, l2: float, bounds: Tensor) -> Tensor:
-        """`loops.split.leaf_value`."""
+        """The value of a leaf, as `loops.split.leaf_value`."""
         step = -torch.copysign(self._shrunk(grad), grad) / (hess + l2)
         step = torch.where(hess + l2 <= 0, 0.0, step)
         step = torch.where(bounds[..., 0] > step, bounds[..., 0], step)

@@ -28,7 +28,7 @@ def can_predict(x: Tensor) -> bool:
 
 
 def scores_there(booster: Booster, x: Tensor) -> Array:
-    """Raw scores (rows, outputs), on the host."""
+    """Compute raw scores (rows, outputs) on the GPU; gives them on the host."""
     forest, device = booster.forest(), x.device
     scores = torch.from_numpy(np.tile(booster.start, (len(x), 1))).to(device)
     nodes = [forest.feature, forest.left, forest.right, forest.missing_left + 2 * (forest.category + 1)]
@@ -50,7 +50,7 @@ def scores_there(booster: Booster, x: Tensor) -> Array:
 
 
 def _trees(forest: Forest) -> Array:
-    """(trees, columns): the first node and leaf of each, and how many splits lie above its lowest leaf."""
+    """A row for each tree, (trees, columns): its first node and leaf, how many splits lie above its lowest leaf."""
     roots, count = forest.roots.astype(np.int64), len(forest.roots) - 1
     trees = np.zeros((count, TREE_COLUMNS), np.int32)
     trees[:, FIRST_NODE], trees[:, FIRST_LEAF] = roots[:-1], forest.leaf_starts[:-1]

@@ -26,12 +26,12 @@ _KNOWN = (SquaredError, Binary, Multiclass)
 
 
 def has_gradients(objective: Objective) -> bool:
-    """Whether the GPU computes them."""
+    """Whether the GPU computes gradients of this objective."""
     return type(objective) in _KNOWN
 
 
 class _Magnitudes:
-    """Sizes of numbers on the GPU."""
+    """Magnitudes of numbers that lie on the GPU: how many are beyond a bound, and which."""
 
     def __init__(self, numbers: Tensor) -> None:
         self._sizes = numbers.abs()

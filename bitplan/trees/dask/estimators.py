@@ -52,7 +52,7 @@ def fit_on_cluster(
     keep_model: Callable[[Any], None],
     options: FitOptions,
 ) -> None:
-    """`keep_model` gets the fitted model, or what is there of it when the fit is interrupted."""
+    """Fit on a cluster; `keep_model` gets the fitted model, or what is there of it when the fit is interrupted."""
     pieces = _collections(x, y, weights, eval_set)
     client = client or _current_client()
     present = sorted(client.nthreads())
@@ -237,7 +237,7 @@ class _OnDask:
 
     @classmethod
     def _get_param_names(cls) -> list[str]:
-        """scikit-learn's: the plain estimator's settings. A client cannot be copied, nor written to a file."""
+        """The plain estimator's settings, for scikit-learn. A client cannot be copied, nor written to a file."""
         names: list[str] = cls._plain._get_param_names()
         return names
 
@@ -323,7 +323,7 @@ class DaskBoostedTreesClassifier(_OnDask, BoostedTreesClassifier):  # type: igno
         return self._predict("predict", X, self.classes_.dtype)
 
     def predict_proba(self, X: Any) -> Any:
-        """(rows, classes), rows sum to 1."""
+        """The probability of each class, (rows, classes); rows sum to 1."""
         check_is_fitted(self)
         return self._predict("predict_proba", X, np.dtype(np.float64), len(self.classes_))
 

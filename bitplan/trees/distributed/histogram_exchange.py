@@ -36,7 +36,7 @@ F32_HESSIAN_BITS = 31  # see `gradients.units`
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """`integers` of `dtype` for a cell; the fields that share the last one begin at bits `shifts`."""
+    """The form of a cell as sent, `integers` of `dtype`; the fields that share the last one begin at bits `shifts`."""
 
     dtype: type
     integers: int

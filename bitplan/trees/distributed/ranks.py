@@ -65,11 +65,11 @@ class Ranks:
         self._meet("meeting of all processes", lambda: self._join(limit), 0)
 
     def add(self, integers: Array, label: str) -> Array:
-        """Sums, element by element."""
+        """The sums of all processes, element by element."""
         return self._all_reduce(integers, dist.ReduceOp.SUM, label)
 
     def top(self, numbers: Array, label: str) -> Array:
-        """Maxima, element by element."""
+        """The maxima of all processes, element by element."""
         return self._all_reduce(numbers, dist.ReduceOp.MAX, label)
 
     def gather(self, part: Array, label: str) -> list[Array]:

@@ -60,7 +60,7 @@ class Shards(Protocol):
 
 
 class _Alone:
-    """One process has all rows."""
+    """The only process, which has all rows."""
 
     rank, count = 0, 1
 
@@ -100,7 +100,7 @@ class Span:
 
 
 def gather_numbers(number: int, label: str, shards: Shards) -> list[int]:
-    """An int64 of each process, in their order."""
+    """Gather an int64 of each process, in their order."""
     parts = shards.gather(np.array([number], np.int64), label)
     wrong = [rank for rank, part in enumerate(parts) if len(part) != 1]
     if wrong:
@@ -112,7 +112,7 @@ def gather_numbers(number: int, label: str, shards: Shards) -> list[int]:
 
 
 def gather_json(document: Any, label: str, shards: Shards) -> list[Any]:
-    """A document of each process, in their order."""
+    """Gather a document of each process, in their order."""
     text = np.frombuffer(json.dumps(document).encode(), np.uint8)
     return [
         parse_json(part.tobytes(), where=f"distributed fit, in step {label!r}: document of rank {rank}")
@@ -244,7 +244,7 @@ def _weight_below(totals: Array, share: float) -> Array:
 
 
 def _between(lower: Array, upper: Array, part: Array) -> Array:
-    """The mean for a half: what a median is."""
+    """A number between two; for a half their mean, as a median is."""
     inside = np.where(part == 0.5, (lower + upper) / 2, lower + (upper - lower) * part)
     return np.where((lower == upper) | (part == 0.0), lower, inside)
 
@@ -259,7 +259,7 @@ def whole_weights(weights: Array, shards: Shards) -> Array:
 
 
 def _ordered(numbers: Array) -> Array:
-    """uint64 in the order of the floats: of those below zero all bits are turned, of the others the sign."""
+    """Floats as uint64 in the same order: of those below zero all bits are turned, of the others the sign."""
     bits = (numbers + 0.0).view(np.uint64)  # -0.0 becomes 0.0
     return np.where(bits & SIGN, ~bits, bits | SIGN)
 
