@@ -45,7 +45,7 @@ from torch.utils.hooks import RemovableHandle
 from bitplan.base.hardware import to_device
 from bitplan.streaming.saved_tensors import outer_hooks
 from bitplan.streaming.selective.gradient_statistics import GradStatsCollector, impact_of, rounding_error
-from bitplan.streaming.selective.precision_units import PrecisionUnits, WeightUse
+from bitplan.streaming.selective.precision_units import MatrixUse, PrecisionUnits
 
 
 def sample_rows(count: int, most: int, key: str) -> list[int] | None:
@@ -154,7 +154,7 @@ class LayerProbes:
 
         return before
 
-    def _impact_hook(self, use: WeightUse) -> Callable[..., None]:
+    def _impact_hook(self, use: MatrixUse) -> Callable[..., None]:
         unit, key = use.weight.unit, _key_of(use)
 
         def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -189,7 +189,7 @@ class LayerProbes:
             self._rows[key] = None if rows is None else to_device(torch.tensor(rows), device)
         return self._rows[key]
 
-    def _measure(self, use: WeightUse, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Saved], None]:
+    def _measure(self, use: MatrixUse, is_low: bool, rows: Tensor | None) -> Callable[[Tensor, _Saved], None]:
         fmt, weight = self.units.config.int8_format, use.weight
 
         def measure(gradient: Tensor, saved: _Saved) -> None:
@@ -207,7 +207,7 @@ class LayerProbes:
         return measure
 
 
-def _key_of(use: WeightUse) -> _Key:
+def _key_of(use: MatrixUse) -> _Key:
     return id(use.module), use.local
 
 

@@ -49,7 +49,7 @@ class Weight(NamedTuple):
 
 
 @dataclass(frozen=True)
-class WeightUse:
+class MatrixUse:
     """A module that computes y = W x + something, where W is a streamed matrix."""
 
     weight: Weight
@@ -143,7 +143,7 @@ class PrecisionUnits:
                     for module, local in one.uses:
                         yield unit, module, local
 
-    def linear_uses(self) -> tuple[list[WeightUse], dict[str, str]]:
+    def linear_uses(self) -> tuple[list[MatrixUse], dict[str, str]]:
         """The modules that multiply a weight with an input; and weight -> reason where this cannot be observed."""
         uses, unseen = [], {}
         holders = Counter(id(module) for weight in self.weights for module, _ in weight.one.uses)
@@ -152,7 +152,7 @@ class PrecisionUnits:
             if why:
                 unseen[weight.full_name] = why
             else:
-                uses += [WeightUse(weight, module, local) for module, local in weight.one.uses]
+                uses += [MatrixUse(weight, module, local) for module, local in weight.one.uses]
         return uses, unseen
 
     def truth(self, weight: Weight) -> Tensor:
