@@ -47,7 +47,7 @@ from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, al
 from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw import AdamWSettings, pieces, setting
-from bitplan.streaming.training.optimizers import Settings
+from bitplan.streaming.training.optimizers import HostOptimizer, Settings
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
 from bitplan.streaming.training.trained_weight import MASTER, TrainedWeight, prepare_adamw
 from bitplan.streaming.transfer.copies import FiniteCheck, Latch, SentFlags, Worker, wait_for
@@ -359,8 +359,11 @@ class HostTraining:
         masters = {name: part for one in self.trained().values() for name, part in one.parts().items()}
         processes.require_same({**masters, **frozen})
         if self._shards:
-            for key, settings in self.settings_now().items():
-                self.weight(*key).divide(processes, settings)
+            needed = self.settings_now()
+            whole = [key for key, one in needed.items() if isinstance(one, HostOptimizer) and not one.steps_parts]
+            owners = processes.owners({key: math.prod(self.weight(*key).shape) for key in whole})
+            for key, settings in needed.items():
+                self.weight(*key).divide(processes, settings, owners.get(key))
         self.processes = processes
 
     @property
@@ -776,7 +779,11 @@ class HostTraining:
             if buffer is not None:
                 update.sent.add(key)
         if self.processes is not None and self._shards:
-            self.processes.gather([self.weight(*key).shared for key in keys])
+            weights = [self.weight(*key) for key in keys]
+            self.processes.gather([one.shared for one in weights if one.owner is None])
+            for weight in weights:
+                if weight.owner is not None:
+                    self.processes.give(weight.shared, weight.owner)
 
     def _encode(self, update: _Update, block: str, encode_block: Callable[[str], None]) -> None:
         """Encode a stepped block. A failure does not undo its step: the bytes are then made at the next boundary."""
@@ -851,6 +858,9 @@ class HostTraining:
         tensors = {MASTER: weight.master, **weight.read_states()}
         if not self.is_sharded:
             return tensors
+        processes, owner = self.processes, weight.owner
+        if processes is not None and owner is not None:
+            return self._in_turn(lambda: processes.give_all(tensors, owner))
         return self._in_turn(lambda: {key: self._gathered(weight, part) for key, part in tensors.items()})
 
     def _gathered(self, weight: TrainedWeight, part: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ has it), and these are the bits of one process that accumulates the same batches
 processes is a power of two. A weight without a gradient in one process counts as 0 there, as under DDP.
 
 With `shard_optimizer` each process keeps the master and the states of its slice of every weight alone, steps these, and
-gives the new numbers, in the type of the weight, to all.
+gives the new numbers, in the type of the weight, to all. Weights that an optimizer needs whole (Muon, Adafactor) are
+dealt out: each has one owner.
 
 A process that ends closes its connections, which ends what the others wait in; they look into the store of the default
 group for its last words, and name it.
@@ -21,6 +22,7 @@ group for its last words, and name it.
 
 from __future__ import annotations
 
+import json
 import re
 import time
 import traceback
@@ -28,13 +30,14 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed, nn
 
 from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError, visible
 
+Key = TypeVar("Key")
 SLICE_ALIGNMENT = 256  # numbers: AdamW's vectors and blocks of small moments are whole in every slice
 BUNDLE_BYTES = 2**26  # of gradients that are sent together
 ROLL_CALL_S = 5.0  # how long the others have to say that they are there
@@ -183,8 +186,41 @@ class Processes:
         for bundle in _bundles(tensors):
             self._share_out(bundle, self._rows(bundle)[self.rank].clone())
 
-    def own_slice(self, tensor: Tensor) -> Tensor:
-        """The numbers of a contiguous tensor that this process steps, as a flat view."""
+    def give(self, tensor: Tensor, owner: int) -> None:
+        """Fill a tensor (contiguous) from the one process that has made it."""
+        sent = tensor.to(self._device)
+        self._meet(lambda: distributed.broadcast(_bytes(sent), owner, group=self._numbers))
+        if sent is not tensor:
+            tensor.copy_(sent)
+
+    def give_all(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
+        """The tensors of one process, in float32, in all; only that one knows their names and shapes."""
+        is_mine = self.rank == owner
+        text = json.dumps({name: list(one.shape) for name, one in tensors.items()}).encode() if is_mine else b""
+        self.give(size := torch.tensor([len(text)]), owner)
+        self.give(letters := torch.tensor(list(text.ljust(int(size)))), owner)
+        shapes: dict[str, list[int]] = json.loads(bytes(letters.tolist()))
+        whole = {
+            name: tensors[name].float().contiguous() if is_mine else torch.empty(shape)
+            for name, shape in shapes.items()
+        }
+        for tensor in whole.values():
+            self.give(tensor, owner)
+        return whole
+
+    def owners(self, numbers: Mapping[Key, int]) -> dict[Key, int]:
+        """Which process gets each tensor, of so many numbers: the largest first, to the one that has least."""
+        has = [0] * self.count
+        owners: dict[Key, int] = {}
+        for key in sorted(numbers, key=lambda one: -numbers[one]):
+            owners[key] = has.index(min(has))
+            has[owners[key]] += numbers[key]
+        return owners
+
+    def own_slice(self, tensor: Tensor, owner: int | None = None) -> Tensor:
+        """The numbers of a contiguous tensor that this process steps, as a flat view; with an owner all, or none."""
+        if owner is not None:
+            return tensor.view(-1)[: tensor.numel() if owner == self.rank else 0]
         size = self._slice_size(tensor)
         return tensor.view(-1)[self.rank * size : (self.rank + 1) * size]
 

@@ -6,7 +6,8 @@
     BF16, 8 bits      the Parameter and a remainder of 16 bits         2
 
 "8 bits": its moments are kept so (see `adamw`). Where several processes divide the optimizer, each keeps masters,
-remainders and states of its slice of the weight, and steps that; the Parameter, which is sent, is whole in each.
+remainders and states of its slice of the weight, and steps that; the Parameter, which is sent, is whole in each. Of
+weights that an optimizer needs whole (Muon, Adafactor) each process keeps some, and nothing of the others.
 
 AdamW is torch's fused one by definition (`adamw`), which makes 46 bytes a number cross the host's memory where
 gradient and sent weights are BF16; `adamw_loop` takes one pass, with 28. Whether it has torch's bits on this machine is
@@ -112,6 +113,7 @@ class TrainedWeight:
         self.name, self.shape, self.moments, self.steps = name, tuple(parameter.shape), moments, 0
         self._streamed = streamed
         self._processes: Processes | None = None
+        self.owner: int | None = None  # the process that steps all of the weight, where the optimizer needs it whole
         self._states: tuple[Tensor, Tensor] | SmallMoments | None = None
         self._optimizer: torch.optim.Optimizer | None = None
         self._remainder: Tensor | None = None
@@ -139,7 +141,7 @@ class TrainedWeight:
 
     def _slice(self, tensor: Tensor) -> Tensor:
         """What this process steps of a whole tensor, flat."""
-        return tensor.view(-1) if self._processes is None else self._processes.own_slice(tensor)
+        return tensor.view(-1) if self._processes is None else self._processes.own_slice(tensor, self.owner)
 
     @property
     def _numbers(self) -> Tensor:
@@ -150,9 +152,15 @@ class TrainedWeight:
         return self._slice(self._master) if self._is_parameter else self._master.view(-1)
 
     @property
+    def _is_elsewhere(self) -> bool:
+        """Whether another process steps all of the weight."""
+        return self._processes is not None and self.owner not in (None, self._processes.rank)
+
+    @property
     def master(self) -> Tensor:
         """The float32 master; of this process's slice alone, flat, where the optimizer is divided."""
-        return self._numbers if self._processes is not None else self._numbers.view(self.shape)
+        is_part = self._processes is not None and self.owner != self._processes.rank
+        return self._numbers if is_part else self._numbers.view(self.shape)
 
     def source(self, *, is_own_type: bool) -> Tensor:
         """What sent bytes are made from: the master. It is the Parameter where that is the only whole one (divided), or
@@ -187,10 +195,10 @@ class TrainedWeight:
                 f"{self.name}: {settings.name} keeps its states as bytes of its own, which no checkpoint here holds; "
                 "use AdamW with StreamOptions(moments='int8')"
             )
-        if is_divided and not settings.steps_parts:
+        if is_divided and self.owner is None and not settings.steps_parts:
             raise StreamError(
-                f"{self.name}: shard_optimizer=True steps each weight in parts, and {settings.name} needs it whole; "
-                "use shard_optimizer=False, or an optimizer that steps number by number (AdamW, SGD, Lion)"
+                f"{self.name}: shard_optimizer=True has divided the weight for an optimizer that steps parts, and "
+                f"{settings.name} needs it whole; choose it before the first step, or use shard_optimizer=False"
             )
         if self.moments == "int8":
             raise StreamError(
@@ -198,16 +206,15 @@ class TrainedWeight:
                 "or train with AdamW"
             )
 
-    def divide(self, processes: Processes, settings: Settings) -> None:
-        """Step only this process's slice from now on, and keep the master and the states of that alone."""
-        self.require_steppable(settings, is_divided=True)
+    def divide(self, processes: Processes, settings: Settings, owner: int | None) -> None:
+        """Step only this process's slice from now on, or in its owner all of the weight; keep no other numbers."""
         states = self.read_states()
-        self._processes = processes
+        self._processes, self.owner = processes, owner
         if self._remainder is not None:
-            self._remainder = processes.own_slice(self._remainder).clone()
+            self._remainder = self._slice(self._remainder).clone()
         elif not self._is_parameter:
             assert self._master is not None
-            self._master = processes.own_slice(self._master).clone()
+            self._master = self._slice(self._master).clone()
         self.write_states({key: self._part_of(one).clone() for key, one in states.items()}, settings)
 
     @property
@@ -235,7 +242,8 @@ class TrainedWeight:
         """Step the master by its gradient, times `factor`, and copy it to `sent`; `scratch` is float32, of any size."""
         part = self._slice(gradient)
         if isinstance(settings, HostOptimizer):
-            self._step_by(settings, part, factor)
+            if not self._is_elsewhere:
+                self._step_by(settings, part, factor)
             if sent is not None:
                 sent.view(-1).copy_(self._numbers)
         elif part.numel():
@@ -253,7 +261,8 @@ class TrainedWeight:
             step_adamw(AdamWTensors(self._numbers, gradient, *self._states, flat), rates, scratch)
             return
         numbers = self._numbers if self._remainder is None else self._slice(self._parameter)
-        start = 0 if self._processes is None else self._processes.slice_start(self.shared)
+        is_whole = self._processes is None or self.owner is not None
+        start = 0 if is_whole or self._processes is None else self._processes.slice_start(self.shared)
         step_small(
             SmallTensors(numbers, self._remainder, gradient, self._states), rates, f"{self.name} {rates.step}", start
         )
@@ -328,7 +337,7 @@ class TrainedWeight:
     def write_states(self, states: Mapping[str, Tensor], settings: Settings) -> None:
         """Take these for the states of this process's slice, which they are of."""
         self._states = self._optimizer = None
-        if not states:
+        if not states or self._is_elsewhere:
             return
         if isinstance(settings, HostOptimizer):
             (parameter,) = self._optimizer_of(settings).param_groups[0]["params"]
@@ -361,5 +370,5 @@ class TrainedWeight:
 
     def _part_of(self, state: Tensor) -> Tensor:
         """A whole state as this process keeps it: its slice, where it has a number for each of the weight."""
-        laid_out = state.detach().contiguous()
-        return self._slice(laid_out) if self._processes is not None and laid_out.shape == self.shape else laid_out
+        laid_out, is_divided = state.detach().contiguous(), self._processes is not None and self.owner is None
+        return self._slice(laid_out) if is_divided and laid_out.shape == self.shape else laid_out

@@ -21,6 +21,7 @@ from bitplan.streaming.selective.trainer_callbacks import lightning_callback, tr
 from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training import processes
 from bitplan.streaming.training.adamw import AdamWSettings
+from bitplan.streaming.training.optimizers import Settings
 from tests.processes import SERVER
 from tests.streaming.stream_samples import batch, bytes_of, make_stack, streaming
 
@@ -222,12 +223,12 @@ def overflow(rank: int, _count: int) -> Result:
         return {"tensors": tensors_of(stream), "skipped": skipped, "scale": scaler.get_scale()}
 
 
-def resume(rank: int, _count: int) -> Result:
+def resume(rank: int, _count: int, optimizer: Settings = SETTINGS) -> Result:
     """Sharded moments go through a state and back, into sharded ones and into whole ones."""
     results = {}
     for name, later in ("sharded", True), ("whole", False):
         model = frozen_outside(make_stack(adapters=False, count=2))
-        with streaming(model, train="weights", optimizer=SETTINGS, shard_optimizer=True) as stream:
+        with streaming(model, train="weights", optimizer=optimizer, shard_optimizer=True) as stream:
             with one_step(stream, 0):
                 backward(model, batch(rank))
             state = {**stream.state_dict()}
@@ -236,7 +237,7 @@ def resume(rank: int, _count: int) -> Result:
         with torch.no_grad():
             for parameter in other.layers.parameters():
                 parameter.add_(1.0)
-        with streaming(other, train="weights", optimizer=SETTINGS, shard_optimizer=later) as stream:
+        with streaming(other, train="weights", optimizer=optimizer, shard_optimizer=later) as stream:
             stream.load_state_dict(state)
             for step in range(1, STEPS):
                 with one_step(stream, step):

@@ -18,10 +18,11 @@ from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
 from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.optimizers import HostOptimizer, Lion
-from bitplan.streaming.training.processes import SLICE_ALIGNMENT, hide_from_ddp
+from bitplan.streaming.training.processes import SLICE_ALIGNMENT, Processes, hide_from_ddp
 from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming
 from tests.streaming.training.process_jobs import SETTINGS, frozen_outside, in_processes, train_alone, train_unevenly
 
+MUON, ADAFACTOR = (HostOptimizer(kind, 1e-3) for kind in (torch.optim.Muon, torch.optim.Adafactor))
 JOBS = {
     "train": ("train", {}),
     "sharded": ("train", {"shard_optimizer": True, "clip_grad_norm": 0.1, "formats": "int8_row"}),
@@ -32,7 +33,10 @@ JOBS = {
     "small bfloat16 sharded": ("train", {"dtype": torch.bfloat16, "moments": "int8", "shard_optimizer": True}),
     "packed": ("train", {"dtype": torch.bfloat16, "shard_optimizer": True, "formats": "int8_row"}),
     "lion": ("train", {"shard_optimizer": True, "optimizer": HostOptimizer(Lion, 1e-3)}),
-    "muon": ("train", {"shard_optimizer": True, "optimizer": HostOptimizer(torch.optim.Muon, 1e-3)}),
+    "muon": ("train", {"shard_optimizer": True, "optimizer": MUON}),
+    "adafactor": ("train", {"shard_optimizer": True, "optimizer": ADAFACTOR, "dtype": torch.bfloat16}),
+    "adafactor whole": ("train", {"optimizer": ADAFACTOR, "dtype": torch.bfloat16}),
+    "resume muon": ("resume", {"optimizer": MUON}),
     "ddp": ("train_with_ddp", {"max_norm": 0.05}),
     "uneven": ("train_unevenly", {}),
     "nan": ("meet_nan", {}),
@@ -114,8 +118,25 @@ def test_packed_weights_of_divided_masters_are_the_same_in_all(two):
 
 def test_another_optimizer_is_divided_where_it_steps_parts(two):
     assert_equal(of_all(two["lion"]), train_alone(2, optimizer=HostOptimizer(Lion, 1e-3))["tensors"])
-    for one in two["muon"]:
-        assert re.match(r"layers\.0\.\S+: shard_optimizer=True steps each weight in parts, and torch", one["message"])
+
+
+def test_weights_that_an_optimizer_needs_whole_are_dealt_out_and_no_bit_changes(two):
+    tensors = of_all(two["muon"])
+    assert_equal(tensors, train_alone(2, optimizer=MUON)["tensors"])
+    for one in two["resume muon"]:
+        assert_equal(one["sharded"], tensors)
+        assert_equal(one["whole"], tensors)
+    assert_equal(of_all(two["adafactor"]), of_all(two["adafactor whole"]))
+    assert_equal(two["adafactor"][1]["parameters"], two["adafactor whole"][1]["parameters"])
+    whole, first, second = (one["bytes"] for one in (two["adafactor whole"][0], *two["adafactor"]))
+    assert first["masters"] + second["masters"] == whole["masters"]
+    assert first["masters"] == pytest.approx(second["masters"], rel=0.02)
+
+
+def test_matrices_go_to_the_process_that_has_least():
+    processes = object.__new__(Processes)
+    processes.count = 2
+    assert processes.owners({"a": 2, "b": 5, "c": 3, "d": 5}) == {"b": 0, "d": 1, "c": 0, "a": 1}
 
 
 def test_sharded_moments_in_8_bits_change_no_bit(two):
