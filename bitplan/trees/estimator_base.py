@@ -23,6 +23,7 @@ import numpy as np
 
 from bitplan.base import __version__
 from bitplan.base.errors import did_you_mean
+from bitplan.base.loops.helper_threads import staying_awake
 from bitplan.base.loops.jit import use_threads
 from bitplan.trees.boost import DEVICES, BoostSettings, Dropout, EvalSet, Rows, boost, split_rows, with_weight
 from bitplan.trees.categories import category_flags, encode, interaction_groups, learn_categories, monotone_signs
@@ -50,7 +51,7 @@ from bitplan.trees.objectives import Objective, custom_metrics, metrics_of
 from bitplan.trees.pieces import TablePieces
 from bitplan.trees.scikit import validate_data
 from bitplan.trees.tables import dense, names_of, on_host, refuse_text
-from bitplan.trees.threads import has_infinity, is_large_table, threads_of
+from bitplan.trees.threads import allowed_cores, has_infinity, is_large_table, threads_of
 from bitplan.trees.tree import Booster
 
 # ---- evaluation sets -------------------------------------------------------------------------------------------------
@@ -477,8 +478,11 @@ class BoostedTreesBase(FittedTrees):
         if np.any(settings.rules.monotone[categorical]):
             raise TreesError("monotone_constraints: a categorical feature has no order; set its constraint to 0")
         callbacks = callbacks_of(options.callbacks)
+        threads = threads_of(self.n_jobs)
+        cores = allowed_cores() if settings.device == "cpu" and shards.count == 1 else 0  # others wait for other things
         with (
-            use_threads(threads_of(self.n_jobs)),
+            use_threads(threads),
+            staying_awake(threads, cores),
             round_bar(settings.rounds, shown=truth("verbose", self.verbose)) as advance,
         ):
 

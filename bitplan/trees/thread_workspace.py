@@ -94,9 +94,9 @@ ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
 # All threads expand a node together in its time over their number, and about as long as one thread takes for 3750 rows.
 TOGETHER_ROWS = 3750
 SETS = 8  # trees that have helpers at the same time; a ninth one is grown by one thread
-# How often the first thread looks for the others (a look is about half a microsecond), and more of a large table: who
-# is late is missed to the end of the tree.
-LOOKS, ROWS_A_LOOK = 600, 1000
+# How often the first thread yields (half a microsecond) until the others are there, and more for a large table: who is
+# late is missed to the end of the tree.
+YIELDS, ROWS_A_YIELD = 500, 1000
 PHASES = ("partition", "histograms", "splits", "waiting", "queue")  # as `loops.grow_tree` counts their cycles
 
 
@@ -172,6 +172,7 @@ class TeamSpace:
         self._free[:] = self._all_free
         growth.counts[loops.FREE :] = self._slots
         self._sync[:] = 0
+        self._sync[loops.LOOKS] = helper_threads.looks()
         helper_threads.run(self._function, self._words.ctypes.data, self.size, sets=SETS)
 
     def _describe(
@@ -195,7 +196,7 @@ class TeamSpace:
         self._all_free[1, :wide_slots] = wide_from + np.arange(wide_slots)[::-1] * (self._cells * histogram.WIDE)
         self._free = np.empty_like(self._all_free)
         shared = min(shared_rows(count, team), most + 1)
-        patience = LOOKS + count // ROWS_A_LOOK
+        patience = YIELDS + count // ROWS_A_YIELD
         sizes = np.array([narrow, most, shared, self._cells, wide_from, team, patience], np.int64)
         if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
             block = min(loops.BLOCK, most)

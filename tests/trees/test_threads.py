@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitplan.base.loops import jit, row_pieces
+from bitplan.base.loops import helper_threads, jit, row_pieces
 from bitplan.base.loops.jit import on_threads, thread_count, use_threads
 from bitplan.trees import BoostedTreesClassifier, TreesError, boost, grow, thread_workspace, threads
 from bitplan.trees.threads import LIMITS, allowed_cores, threads_of
@@ -31,6 +31,17 @@ def four_cores(monkeypatch):
 )
 def test_what_n_jobs_means(n_jobs, threads):
     assert threads_of(n_jobs) == threads
+
+
+@pytest.mark.usefixtures("four_cores")
+@pytest.mark.parametrize(("n_jobs", "looks"), [(4, helper_threads.OWN_LOOKS), (5, helper_threads.SHARED_LOOKS)])
+def test_threads_of_a_fit_wait_longer_where_each_has_a_core(n_jobs, looks):
+    x, y = table(60)
+    seen = []
+    ended = [lambda _state: seen.append(helper_threads.looks())]
+    BoostedTreesClassifier(n_estimators=2, n_jobs=n_jobs).fit(x, y > 0, callbacks=ended)
+    assert seen == [looks, looks]
+    assert helper_threads.looks() == helper_threads.SHARED_LOOKS
 
 
 @pytest.mark.parametrize("n_jobs", [0, 1.0, "2", True, [2]])

@@ -5,8 +5,9 @@ These never ask for it. The caller begins at once and takes pieces until none is
 and one that comes too late goes to sleep again. The caller waits only for helpers that began. So little work takes no
 longer than on one thread, and threads wake each other.
 
-A helper looks for the next work for about a tenth of a millisecond before it sleeps. Where another thread is using the
-process's helpers, the caller works alone, or, for long work, has a second set of them.
+A helper looks for the next work for about a tenth of a millisecond before it sleeps; for one or two within
+`staying_awake`, for work that comes piece after piece, on cores that nobody else needs. Where another thread is using
+the process's helpers, the caller works alone, or, for long work, has a second set of them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import functools
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -24,17 +27,22 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
 from bitplan.base.loops.addresses import INT64, _pointer, read, write
-from bitplan.base.loops.atomics import LINE, give_way
+from bitplan.base.loops.atomics import LINE, wait
 from bitplan.base.loops.jit import inlined, on_threads, use_threads
 from bitplan.base.loops.openmp_threads import c_function
 from bitplan.base.loops.vectors import VectorWriter, define
 
-LOOKS, YIELDS = 256, 200  # before a helper sleeps
+# Looks of a waiting thread before it yields its core: where threads may be more than cores, and where each has one. A
+# pause between looks takes 5 to 50 ns.
+SHARED_LOOKS, OWN_LOOKS = 8, 2000
+# Looks of a helper before it sleeps, of which one in so many yields: a tenth of a millisecond, and one or two.
+SLEEP_LOOKS, AWAKE_LOOKS, LOOKS_A_YIELD = 2_000, 24_000, 8
 FAN_OUT = 2  # sleepers that each thread wakes
 # Places of the pool, bytes: work that nobody took yet (below zero: sleepers), sleepers to be woken by others, whether
-# there is work, threads inside and those that came, how many may; the work; the system's semaphore.
-COUNT, TO_WAKE, IS_OPEN, INSIDE, CAME, MOST, FUNCTION, JOB, OWNED, STOP, SEMAPHORE, POOL_BYTES = (
-    8 * LINE * place for place in range(12)
+# there is work, threads inside and those that came, how many may; the work; a helper's looks; the system's
+# semaphore.
+COUNT, TO_WAKE, IS_OPEN, INSIDE, CAME, MOST, FUNCTION, JOB, OWNED, STOP, PATIENCE, SEMAPHORE, POOL_BYTES = (
+    8 * LINE * place for place in range(13)
 )
 # A request: the pool, whether this is a helper, and what the caller wants done.
 POOL, IS_HELPER, WANTED_FUNCTION, WANTED_JOB, HELPERS, IS_DONE = (8 * place for place in range(6))
@@ -100,12 +108,13 @@ def _wake(pool):  # type: ignore[no-untyped-def]
 
 @inlined
 def _await_work(pool):  # type: ignore[no-untyped-def]
-    for look in range(LOOKS + YIELDS):
+    look = 0
+    while look < see(pool + PATIENCE):
         left = see(pool + COUNT)
         if left > 0 and take_one(pool + COUNT, left):
             return
-        if look > LOOKS:
-            give_way()
+        look += 1
+        wait(look % LOOKS_A_YIELD, LOOKS_A_YIELD - 2)
     if add(pool + COUNT, -1) <= 0:
         while sleep(pool + SEMAPHORE) != 0:  # a signal ends it early
             pass
@@ -144,11 +153,10 @@ def _run(pool, function, job, helpers):  # type: ignore[no-untyped-def]
         take_one(pool + COUNT, left)
         left = see(pool + COUNT)
     add(pool + COUNT, -sleepers)  # now that work which nobody took is gone: it would hide them, and nobody wake them
-    looks = 0
+    look = 0
     while see(pool + INSIDE) > 0:
-        looks += 1
-        if looks > LOOKS:
-            give_way()
+        look += 1
+        wait(look, OWN_LOOKS if see(pool + PATIENCE) > SLEEP_LOOKS else SHARED_LOOKS)
     swap(pool + OWNED, 0)
     return 1
 
@@ -176,7 +184,12 @@ class _Helpers:
         self._address = -(-self._space.ctypes.data // (8 * LINE)) * 8 * LINE
         self._threads: list[threading.Thread] = []
         self._starting = threading.Lock()
+        self._patience = ctypes.c_int64.from_address(self._address + PATIENCE)
+        self.look_as_long_as_asked()
         self.has_semaphores = ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._address + SEMAPHORE), 0, 0) == 0
+
+    def look_as_long_as_asked(self) -> None:
+        self._patience.value = AWAKE_LOOKS if _are_awake() else SLEEP_LOOKS
 
     def run(self, function: Any, job: int, helpers: int) -> bool:
         """False, and nothing is done, if another thread is using them."""
@@ -207,6 +220,7 @@ class _Helpers:
 
 _lock = threading.Lock()
 _sets: list[_Helpers] = []
+_asked = _cores = 0  # threads of blocks of `staying_awake`
 
 
 def _set(place: int) -> _Helpers | None:
@@ -216,6 +230,34 @@ def _set(place: int) -> _Helpers | None:
             if len(_sets) <= place:
                 _sets.append(_Helpers())
     return _sets[place] if _sets and _sets[place].has_semaphores else None
+
+
+@contextmanager
+def staying_awake(threads: int, cores: int) -> Iterator[None]:
+    """Within the block, work for so many threads follows work so soon that waking helpers would take longer than it;
+    unless all such blocks together ask for more threads than cores: who waits would take a core from who works."""
+    _ask(threads, cores)
+    try:
+        yield
+    finally:
+        _ask(-threads, cores)
+
+
+def _ask(threads: int, cores: int) -> None:
+    global _asked, _cores
+    with _lock:
+        _asked, _cores = max(_asked + threads, 0), cores
+        for each in _sets:
+            each.look_as_long_as_asked()
+
+
+def _are_awake() -> bool:
+    return 0 < _asked <= _cores
+
+
+def looks() -> int:
+    """How often threads of a team that wait for each other should look before they yield their cores."""
+    return OWN_LOOKS if _are_awake() else SHARED_LOOKS
 
 
 def run(function: Any, job: int, threads: int, sets: int = 1) -> None:
@@ -237,8 +279,8 @@ def run(function: Any, job: int, threads: int, sets: int = 1) -> None:
 
 def _forget() -> None:
     """A forked process has the pools, but none of their threads."""
-    global _sets, _lock
-    _sets, _lock = [], threading.Lock()
+    global _sets, _lock, _asked
+    _sets, _lock, _asked = [], threading.Lock(), 0
 
 
 @atexit.register

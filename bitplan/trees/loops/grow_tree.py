@@ -35,9 +35,9 @@ from bitplan.trees.loops.split import (
 )
 
 # Places in `sync`, a LINE apart; the last is the first of a line for each thread.
-LOCK, CAME, TEAM, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LEFTS = (
-    LINE * place for place in range(12)
-)
+LOCK, CAME, TEAM, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LOOKS, LEFTS = (
+    LINE * place for place in range(13)
+)  # LOOKS: how often a waiting thread looks before it yields its core
 # Places in `sizes`: what a tree's loops are told.
 NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM, MOST_THREADS, PATIENCE = range(7)
 # Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
@@ -64,7 +64,7 @@ def _spend(ticks, me, phase):  # type: ignore[no-untyped-def]
 def _meet(me, team, sync, ticks, phase):  # type: ignore[no-untyped-def]
     """Wait for the others, at the end of a phase."""
     _spend(ticks, me, phase)
-    meet(sync, MEETING, team)
+    meet(sync, MEETING, team, sync[LOOKS])
     _spend(ticks, me, WAITING)
 
 
@@ -353,7 +353,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
 ):
     """What each thread calls; those that come in time are a team. The tree is in `tables` and `order` when all are
     back."""
-    me, team = join(sync, CAME, TEAM, sizes[MOST_THREADS], sizes[PATIENCE])
+    me, team = join(sync, CAME, TEAM, sizes[MOST_THREADS], sizes[PATIENCE], sync[LOOKS])
     if me < 0:
         return
     ticks = own[5]
@@ -432,7 +432,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
             node = chosen
         is_root = False
         while True:
-            lock(sync, LOCK)
+            lock(sync, LOCK, sync[LOOKS])
             if node >= 0:
                 if unused & 1:
                     _free(counts, free, slot, sizes)
@@ -448,7 +448,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
             unlock(sync, LOCK)
             if node == WAIT:
                 _spend(ticks, me, QUEUE)
-                wait_for_change(sync, CHANGES, seen)
+                wait_for_change(sync, CHANGES, seen, sync[LOOKS])
                 _spend(ticks, me, WAITING)
                 continue
             if node < 0:

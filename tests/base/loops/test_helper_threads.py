@@ -81,5 +81,28 @@ def test_work_that_nobody_took_is_not_left_for_helpers_to_find_and_hides_no_slee
     assert count.value == -len(helpers._threads), "asleep, as far as the pool knows"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="helpers sleep on semaphores of Linux")
+def test_helpers_look_longer_while_each_thread_has_a_core(mark):
+    def seen():
+        run_once(mark, 2)
+        return helper_threads.looks(), helper_threads._sets[0]._patience.value
+
+    usual, longer = (
+        (helper_threads.SHARED_LOOKS, helper_threads.SLEEP_LOOKS),
+        (helper_threads.OWN_LOOKS, helper_threads.AWAKE_LOOKS),
+    )
+    assert seen() == usual
+    with helper_threads.staying_awake(2, 4):
+        assert seen() == longer
+        with helper_threads.staying_awake(2, 4):
+            assert seen() == longer
+            with helper_threads.staying_awake(1, 4):
+                assert seen() == usual, "five threads"
+        assert seen() == longer
+    assert seen() == usual
+    with helper_threads.staying_awake(5, 4):
+        assert seen() == usual
+
+
 def _nothing(_job):
     return None
