@@ -16,6 +16,8 @@ from tools.flows import longest_chain
 PACKAGE = Path(bitplan.__file__).parent
 ROOT = PACKAGE.parent
 DOTTED = re.compile(r"(?<![\w./-])bitplan((?:\.[a-z_]\w*)+)")
+WINGS = "|".join(path.parent.name for path in PACKAGE.glob("*/__init__.py"))
+WITHOUT_BITPLAN = re.compile(rf"`((?:{WINGS})(?:\.[a-z_]\w*)+)`")
 TABLE_ROW = re.compile(r"^    ([a-z_][\w.]*(?:, [a-z_][\w.]*)*)(?:  +\S|$)", re.MULTILINE)
 OLD_PARTS = {"kernels", "measure", "runtime", "store"}  # base.names has them
 NO_NAMES = {"json", "toml", "html", "crc32"}  # ends of file names, keys of metadata
@@ -62,6 +64,15 @@ def test_dotted_names_are_of_modules_that_exist() -> None:
         if not is_known(f"bitplan{name}")
     }
     assert sorted(stale) == []
+
+
+def test_names_of_wings_in_docstrings_are_of_modules_that_exist() -> None:
+    """`streaming.telemetry`, as modules call each other."""
+    named = {
+        (where, name) for where, text in documents() if where.endswith(".py") for name in WITHOUT_BITPLAN.findall(text)
+    }
+    assert len(named) > 30
+    assert sorted(f"{where}: {name}" for where, name in named if not is_known(f"bitplan.{name}")) == []
 
 
 @pytest.mark.parametrize(

@@ -305,7 +305,7 @@ def weighted_cost(piece: Tensor, weights: Tensor, scales: Tensor, grid: Grid) ->
 class ScaledRounder:
     """Blocks of a row that have one scale each: rounds them, one after the other, and sweeps over all of them.
 
-    storage   how scales are stored, as `scaled_blocks` knows it; see `scaled_rounder_of`
+    storage   how scales are stored, as `storage_of` says it
     """
 
     def __init__(self, width: int, grid: Grid, storage: Any, *, is_power: bool, is_signed: bool) -> None:

@@ -13,7 +13,7 @@ formats change at step boundaries only. Weights that other code changed meanwhil
 under torch.no_grad()) are detected there and encoded again (`reencode_blocks`).
 
 Only the `forward` of each block is wrapped (`BlockCalls`). During the call the block's parameters are the streamed
-ones, and autograd saves places instead of weights (`saved_tensors`).
+ones, and autograd saves where weights lie, not the weights (`saved_tensors`).
 """
 
 from __future__ import annotations

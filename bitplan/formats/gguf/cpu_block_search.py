@@ -326,7 +326,7 @@ def _joined(pieces: Sequence[Array]) -> Tensor:
 
 
 # ---- compiled ------------------------------------------------------------------------------------------------------
-# As in `gguf_search`, `size` is a literal. Of arrays by group, _P, a block has 8 or 16.
+# Callers pass `size` as a literal here, too. Of arrays by group, _P, a block has 8 or 16.
 
 
 @compiled

@@ -1,6 +1,6 @@
 """Mean, variance and max |x| of many tensors in one launch, each number read once: for statistics of gradients.
 
-The definition is `torch_parts` in `streaming.selective.reduce`, whose parts are whole tensors; `join` there takes both
+The definition is `torch_parts` in `gradient_statistics`, whose parts are whole tensors; `join` there takes both
 kinds of parts.
 
 A program takes 64k numbers of one tensor, finds the tensor by its address in a table, and keeps a running (mean, sum of

@@ -1,4 +1,4 @@
-"""Numbers to bins on the GPU, as `trees.loops.rows.bin_numbers` finds them, in the form that histograms read."""
+"""Numbers to bins on the GPU, as `trees.loops.rows` finds them, in the form that histograms read."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 from __future__ import annotations
