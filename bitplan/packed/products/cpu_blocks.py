@@ -11,6 +11,8 @@ A tile is 4 rows of the weight times one input, or 2 times 4; blocks go past it 
 **Inputs in 8 bits** (`cpu_integers`) are multiplied by codes as bytes, 32 at a time: four neighbours in each of 8
 lanes, which have their group's scale. Beside 32 codes of an input lie 8 sums of four of them: times minus the offset by
 which codes were made unsigned, where sums of products begin; or in float32, to be multiplied by the group's minimum.
+Blocks of 32 codes fill whole registers where a row has enough of them: one register has the low nibbles of
+QUARTER_LANES blocks, one the high ones, and each block has four lanes.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,17 +20,16 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
 from numba.core import cgutils, types
 
-from bitplan.base.hardware import cpu_features
 from bitplan.base.loops.addresses import prefetch_later, read, take, write, zero_tile
 from bitplan.base.loops.jit import inlined, merged
 from bitplan.base.loops.openmp_threads import c_function
-from bitplan.base.loops.vectors import VectorType, VectorWriter, define
+from bitplan.base.loops.vectors import VectorType, VectorWriter, define, first_half, second_half
 from bitplan.formats.gguf.layouts import LAYOUTS, Layout
 from bitplan.packed.products.cpu_integers import (
     BLOCK,
@@ -36,6 +37,7 @@ from bitplan.packed.products.cpu_integers import (
     IS_X86,
     OFFSETS,
     dot_of,
+    look_up,
     numbers_at,
     ones_like,
     rounded_block,
@@ -56,9 +58,12 @@ from bitplan.packed.products.cpu_rows import (
     NEXT_ROW,
     NEXT_THREAD,
     PIECE,
+    QUARTER_LANES,
+    REGISTER,
     ROWS,
     SCRATCH,
     SCRATCH_STRIDE,
+    STEP,
     WIDTH,
     Y_STRIDE,
     X,
@@ -236,9 +241,7 @@ class _Block:
             codes = builder.and_(codes, _constants(INT8, [15] * 16))
         if self.layout.table is None:
             return codes
-        name = "llvm.aarch64.neon.tbl1.v16i8" if "neon" in cpu_features() else "llvm.x86.ssse3.pshuf.b.128"
-        table = _constants(INT8, [number + offset for number in self.layout.table])
-        return self.writer.call(name, bytes_, [table, codes])
+        return look_up(self.writer, codes, [number + offset for number in self.layout.table])
 
     # ---- bytes of 32 codes -------------------------------------------------------------------------------------------
 
@@ -342,20 +345,103 @@ def _integer_tile(layout: Layout) -> Any:
     return define(3, lambda _codes, _x, sums: sums, emit)
 
 
+class _Blocks:
+    """Writes the codes of QUARTER_LANES blocks of 32, which lie one after the other from an address on."""
+
+    def __init__(self, writer: VectorWriter, layout: Layout, address: Any) -> None:
+        self.writer, self.builder, self.layout = writer, writer.builder, layout
+        size = layout.block_bytes
+        places = [writer.builder.add(address, ir.Constant(INT64, size * block)) for block in range(QUARTER_LANES)]
+        self.blocks = [_Block(writer, layout, place) for place in places]
+
+    def halves(self) -> tuple[Any, Any]:
+        """Codes 0 to 15 of every block, and codes 16 to 31, with their offset."""
+        builder, layout, offset = self.builder, self.layout, _offset(self.layout)
+        packed = self._joined([block.load("plane0", 0, ir.VectorType(INT8, 16)) for block in self.blocks])
+        halves = [builder.and_(packed, self._all(15)), builder.lshr(packed, self._all(4))]
+        if layout.table is not None:
+            low, high = (look_up(self.writer, half, [number + offset for number in layout.table]) for half in halves)
+            return low, high
+        if len(layout.planes) == 2:  # the fifth bit: a word for each block, of which the lower half has codes 0 to 15
+            words = self._joined([block.load("plane1", 0, ir.VectorType(ir.IntType(16), 2)) for block in self.blocks])
+            for half in range(2):
+                bits = self.writer.shuffle(words, words, range(half, 2 * QUARTER_LANES, 2))
+                bits = builder.zext(builder.bitcast(bits, ir.VectorType(ir.IntType(1), REGISTER)), packed.type)
+                halves[half] = builder.or_(halves[half], builder.shl(bits, self._all(4)))
+        signed = layout.low + offset
+        low, high = (builder.add(half, self._all(signed)) if signed else half for half in halves)
+        return low, high
+
+    def on_lanes(self, part: str) -> Any:
+        """A float16 number of every block, each on the four lanes of its block."""
+        block, halves = self.blocks[0], ir.VectorType(ir.HalfType(), LANES)
+        if QUARTER_LANES < 4:
+            numbers = self._joined([each.load(part, 0, ir.VectorType(ir.HalfType(), 1)) for each in self.blocks])
+            each = self.writer.shuffle(numbers, numbers, [lane // 4 for lane in range(LANES)])
+        else:  # the first words of two blocks in one register, those of the next two in another
+            words = self.layout.block_bytes // 2
+            pairs = [block.load("d", 4 * words * two, ir.VectorType(ir.IntType(16), 16)) for two in range(2)]
+            places = [block.parts[part] // 2 + 16 * (lane // 8) + words * (lane // 4 % 2) for lane in range(LANES)]
+            each = self.builder.bitcast(self.writer.shuffle(*pairs, places), halves)
+        return self.builder.fpext(each, FLOATS)
+
+    def _joined(self, parts: Sequence[Any]) -> Any:
+        """All lanes of vectors of one length, as many as a power of 2."""
+        joined = list(parts)
+        while len(joined) > 1:
+            pairs = zip(joined[::2], joined[1::2], strict=True)
+            joined = [self.writer.shuffle(a, b, range(2 * a.type.count)) for a, b in pairs]
+        return joined[0]
+
+    def _all(self, number: int) -> Any:
+        return _constants(INT8, [number] * REGISTER)
+
+
+def _wide_tile(layout: Layout) -> Any:
+    """The same for QUARTER_LANES blocks of 32; inputs are arranged by `_halves_of_inputs`."""
+    fma, bytes_, words = f"llvm.fma.v{LANES}f32", ir.VectorType(INT8, REGISTER), ir.VectorType(INT32, LANES)
+
+    def emit(writer: VectorWriter, codes: Any, x: Any, sums: Any) -> Any:
+        builder, dot, made = writer.builder, DOTS[_kind(layout)], []
+
+        def load(register: int, kind: Any) -> Any:
+            place = builder.add(x, ir.Constant(INT64, REGISTER * register))
+            return builder.load(builder.inttoptr(place, ir.PointerType(kind)), align=1)
+
+        x_low, x_high, scale = load(0, bytes_), load(1, bytes_), load(2, FLOATS)
+        beside = load(3, FLOATS if layout.has_min else words)
+        start = ir.Constant(words, None) if layout.has_min else beside
+        for row in range(4):
+            blocks = _Blocks(writer, layout, builder.extract_value(codes, row))
+            low, high = blocks.halves()
+            products = dot(writer, dot(writer, start, low, x_low), high, x_high)
+            both = builder.fmul(blocks.on_lanes("d"), scale)
+            values = [builder.sitofp(products, FLOATS), both, builder.extract_value(sums, row)]
+            made.append(writer.call(fma, FLOATS, values))
+            if layout.has_min:
+                made[row] = writer.call(fma, FLOATS, [blocks.on_lanes("dmin"), beside, made[row]])
+        return cgutils.pack_array(builder, made)
+
+    return define(3, lambda _codes, _x, sums: sums, emit)
+
+
 def _beside(layout: Layout) -> Any:
-    """(sums of four codes of an input, their scale): what lies beside these codes."""
+    """(sums of codes of an input, their scale): what lies beside these codes."""
 
     def emit(writer: VectorWriter, sums: Any, scale: Any) -> Any:
+        lanes = sums.type.count
         if layout.has_min:
-            return writer.builder.fmul(writer.builder.sitofp(sums, OF_WORDS), splat(writer, scale, 8))
-        return writer.builder.mul(sums, _constants(INT32, [-_offset(layout)] * 8))
+            floats = writer.builder.sitofp(sums, ir.VectorType(FLOAT, lanes))
+            return writer.builder.fmul(floats, splat(writer, scale, lanes))
+        return writer.builder.mul(sums, _constants(INT32, [-_offset(layout)] * lanes))
 
-    kind = VectorType(types.float32 if layout.has_min else types.int32, 8)
-    return define(2, lambda _sums, _scale: kind, emit)
+    lane = types.float32 if layout.has_min else types.int32
+    return define(2, lambda sums, _scale: VectorType(lane, sums.width), emit)
 
 
-# A float32 on 8 lanes.
+# A float32 on 8 lanes, and on 4.
 _repeated_8 = define(1, lambda number: VectorType(number, 8), lambda writer, number: splat(writer, number, 8))
+_repeated_4 = define(1, lambda number: VectorType(number, 4), lambda writer, number: splat(writer, number, 4))
 _dot = dot_of("integers")
 
 
@@ -464,6 +550,54 @@ def _integer_products(job, tile, beside, numbers, size):
         first = take(job + 8 * NEXT_ROW, piece)
 
 
+def wide_bytes(inputs: int, padded: int) -> int:
+    """Scratch of a thread for inputs that are arranged in halves; threads share no cache line."""
+    return 4 * BLOCK + 4 * REGISTER * -(-padded // STEP) * inputs + 64
+
+
+@inlined
+def _halves_of_inputs(job, x, buffer, to, beside):
+    """A row of x -> codes 0 to 15 of QUARTER_LANES blocks, codes 16 to 31, scales, what lies beside them, ..."""
+    width, blocks, by_token = field(job, WIDTH), field(job, COUNT) // BLOCK, field(job, BY_TOKEN)
+    of_token = scale_of_token(x, width) if by_token else F32(0)
+    for step in range(-(-blocks // QUARTER_LANES)):
+        first = min(step * QUARTER_LANES, blocks - QUARTER_LANES)
+        for each in range(QUARTER_LANES):
+            codes, scale = rounded_block(numbers_at(x, width, BLOCK * (first + each), buffer), by_token, of_token)
+            scale = scale if first + each >= step * QUARTER_LANES else F32(0)  # a block that the step before has, too
+            low, high, lane = first_half(codes), second_half(codes), to + 4 * REGISTER * step + 16 * each
+            write(lane, low)
+            write(lane + REGISTER, high)
+            write(lane + 2 * REGISTER, _repeated_4(F32(scale)))
+            sums = _dot(_dot(zero_words(4), ones_like(low), low), ones_like(high), high)
+            write(lane + 3 * REGISTER, beside(sums, F32(scale)))
+
+
+@merged
+def _wide_products(job, tile, beside, size):
+    """The same for rows of at least STEP numbers in blocks of 32."""
+    inputs, rows, piece, blocks = field(job, INPUTS), field(job, ROWS), field(job, PIECE), field(job, COUNT) // BLOCK
+    mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+    steps, x = -(-blocks // QUARTER_LANES), mine + 4 * BLOCK
+    for m in range(inputs):
+        _halves_of_inputs(job, field(job, X) + 4 * m * field(job, WIDTH), mine, x + 4 * REGISTER * steps * m, beside)
+    first = take(job + 8 * NEXT_ROW, piece)
+    while first < rows:
+        for n in range(first, min(first + piece, rows), 4):
+            a, b, c, d = four_rows(job, CODES, n)
+            for m in range(inputs):
+                sums, here, later = zero_tile(4, LANES), x + 4 * REGISTER * steps * m, 4 * field(job, CODES_STRIDE)
+                for step in range(steps):
+                    at = size * min(step * QUARTER_LANES, blocks - QUARTER_LANES)
+                    prefetch_later(a + at + later)
+                    prefetch_later(b + at + later)
+                    prefetch_later(c + at + later)
+                    prefetch_later(d + at + later)
+                    sums = tile((a + at, b + at, c + at, d + at), here + 4 * REGISTER * step, sums)
+                write_4x1(job, n, m, sums)
+        first = take(job + 8 * NEXT_ROW, piece)
+
+
 @merged
 def _decoded(job, decode, numbers, size):
     """Decode blocks FIRST .. FIRST + COUNT of every row into `y`."""
@@ -495,6 +629,8 @@ _q4_k_4x1, _q4_k_2x4, _q4_k_block, _q4_k_tile, _q4_k_beside = _steps("q4_k_gguf"
 _q5_k_4x1, _q5_k_2x4, _q5_k_block, _q5_k_tile, _q5_k_beside = _steps("q5_k_gguf")
 _iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block, _iq4_xs_tile, _iq4_xs_beside = _steps("iq4_xs_gguf")
 _q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
+_q4_1_of_32, _q5_0_of_32 = _wide_tile(LAYOUTS["q4_1_gguf"]), _wide_tile(LAYOUTS["q5_0_gguf"])
+_q5_1_of_32, _iq4_nl_of_32 = _wide_tile(LAYOUTS["q5_1_gguf"]), _wide_tile(LAYOUTS["iq4_nl_gguf"])
 
 
 def _q4_1(job):
@@ -509,6 +645,10 @@ def _q4_1_integers(job):
     _integer_products(job, _q4_1_tile, _q4_1_beside, 32, 20)
 
 
+def _q4_1_wide(job):
+    _wide_products(job, _q4_1_of_32, _q4_1_beside, 20)
+
+
 def _q5_0(job):
     _products(job, _q5_0_4x1, _q5_0_2x4, 32, 22)
 
@@ -519,6 +659,10 @@ def _q5_0_decoded(job):
 
 def _q5_0_integers(job):
     _integer_products(job, _q5_0_tile, _q5_0_beside, 32, 22)
+
+
+def _q5_0_wide(job):
+    _wide_products(job, _q5_0_of_32, _q5_0_beside, 22)
 
 
 def _q5_1(job):
@@ -533,6 +677,10 @@ def _q5_1_integers(job):
     _integer_products(job, _q5_1_tile, _q5_1_beside, 32, 24)
 
 
+def _q5_1_wide(job):
+    _wide_products(job, _q5_1_of_32, _q5_1_beside, 24)
+
+
 def _iq4_nl(job):
     _products(job, _iq4_nl_4x1, _iq4_nl_2x4, 32, 18)
 
@@ -543,6 +691,10 @@ def _iq4_nl_decoded(job):
 
 def _iq4_nl_integers(job):
     _integer_products(job, _iq4_nl_tile, _iq4_nl_beside, 32, 18)
+
+
+def _iq4_nl_wide(job):
+    _wide_products(job, _iq4_nl_of_32, _iq4_nl_beside, 18)
 
 
 def _q2_k(job):
@@ -617,12 +769,12 @@ def _iq4_xs_integers(job):
     _integer_products(job, _iq4_xs_tile, _iq4_xs_beside, 256, 136)
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers),
-    "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers),
-    "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers),
-    "q5_1_gguf": (_q5_1, _q5_1_decoded, _q5_1_integers),
-    "iq4_nl_gguf": (_iq4_nl, _iq4_nl_decoded, _iq4_nl_integers),
+    "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers, _q4_1_wide),
+    "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers, _q5_0_wide),
+    "q5_1_gguf": (_q5_1, _q5_1_decoded, _q5_1_integers, _q5_1_wide),
+    "iq4_nl_gguf": (_iq4_nl, _iq4_nl_decoded, _iq4_nl_integers, _iq4_nl_wide),
     "q2_k_gguf": (_q2_k, _q2_k_decoded, _q2_k_integers),
     "q3_k_gguf": (_q3_k, _q3_k_decoded, _q3_k_integers),
     "q4_k_gguf": (_q4_k, _q4_k_decoded, _q4_k_integers),
@@ -638,9 +790,12 @@ def products_of(format_name: str) -> Any:
 
 
 @functools.cache
-def integers_of(format_name: str) -> Any:
-    """The C function that rounds inputs and multiplies them by a format's blocks."""
-    return c_function(_FUNCTIONS[format_name][2])
+def integers_of(format_name: str, padded: int) -> tuple[Any, Callable[[int, int], int]]:
+    """The C function that rounds inputs and multiplies them by rows of so many numbers in a format's blocks; what gives
+    its scratch memory.
+    """
+    is_wide = LAYOUTS[format_name].numbers == BLOCK and padded >= STEP
+    return c_function(_FUNCTIONS[format_name][3 if is_wide else 2]), wide_bytes if is_wide else rounded_bytes
 
 
 @functools.cache

@@ -523,7 +523,8 @@ def _few_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | N
     if weight.fmt.name in BLOCKS:
         from bitplan.packed.products import cpu_blocks
 
-        stride, function = cpu_blocks.rounded_bytes(inputs, padded), cpu_blocks.integers_of(weight.fmt.name)
+        function, bytes_of = cpu_blocks.integers_of(weight.fmt.name, padded)
+        stride = bytes_of(inputs, padded)
     else:
         stride = cpu_integers.rows_bytes(padded, inputs, nibbles=weight.fmt.name in NIBBLES)
         function = cpu_integers.few_inputs(weight.fmt.name)

@@ -28,7 +28,7 @@ lanes are summed. Inputs lie in quads: for each block 4 times 32 codes, 4 scales
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir  # type: ignore[import-untyped]
@@ -197,10 +197,9 @@ def dot_of(kind: str) -> Any:
     return define(3, lambda sums, _weights, _inputs: sums, DOTS[kind])
 
 
-def _look_up(writer: VectorWriter, codes: Any) -> Any:
-    """E2M1's numbers, doubled and shifted, of codes below 16."""
+def look_up(writer: VectorWriter, codes: Any, numbers: Sequence[int]) -> Any:
+    """These 16 numbers, as bytes, of codes below 16."""
     size = codes.type.count
-    numbers = [number + OFFSETS["e2m1"] for number in DOUBLED_E2M1]
     if IS_X86:
         name = {16: "llvm.x86.ssse3.pshuf.b.128", 32: "llvm.x86.avx2.pshuf.b", 64: "llvm.x86.avx512.pshuf.b.512"}[size]
         table = ir.Constant(codes.type, [ir.Constant(INT8, number) for number in numbers] * (size // 16))
@@ -215,7 +214,7 @@ def _repeated_byte(vector: Any, number: int) -> Any:
 
 def _opened_nibbles(writer: VectorWriter, kind: str, nibbles: Any) -> Any:
     if kind == "e2m1":
-        return _look_up(writer, nibbles)
+        return look_up(writer, nibbles, [number + OFFSETS["e2m1"] for number in DOUBLED_E2M1])
     shift = 8 - OFFSETS["integers"]
     return writer.builder.sub(nibbles, _repeated_byte(nibbles, shift)) if shift else nibbles
 
