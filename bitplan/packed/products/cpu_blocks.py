@@ -36,13 +36,21 @@ from bitplan.packed.products.cpu_integers import (
     DOTS,
     IS_X86,
     OFFSETS,
+    OPENED_BLOCK,
+    OPENED_WITH_MINIMA,
+    block_rows,
     dot_of,
     look_up,
     numbers_at,
     ones_like,
+    open_bytes,
+    open_unsigned,
     rounded_block,
+    rounds_quads,
     scale_of_token,
     splat,
+    tiles_of_bytes,
+    tiles_of_unsigned,
     zero_words,
 )
 from bitplan.packed.products.cpu_rows import (
@@ -245,9 +253,9 @@ class _Block:
 
     # ---- bytes of 32 codes -------------------------------------------------------------------------------------------
 
-    def codes(self, k: int) -> Any:
-        """32 codes from k on, with their offset."""
-        builder, layout, offset = self.builder, self.layout, _offset(self.layout)
+    def codes(self, k: int, offset: int) -> Any:
+        """32 codes from k on, with this offset."""
+        builder, layout = self.builder, self.layout
         made, shift = None, 0
         for plane, (bits, run) in enumerate(layout.planes):
             if run == 16:
@@ -307,6 +315,32 @@ def _decoder(layout: Layout) -> Any:
     return define(2, lambda _address, _to: types.void, emit)
 
 
+def _writer(layout: Layout) -> Any:
+    """(address of a block, address, address): its codes as bytes, and the scales and minima of its groups of 32."""
+
+    def emit(writer: VectorWriter, address: Any, to: Any, scales: Any) -> Any:
+        builder, block = writer.builder, _Block(writer, layout, address)
+
+        def store(value: Any, base: Any, offset: int) -> None:
+            place = builder.add(base, ir.Constant(INT64, offset))
+            builder.store(value, builder.inttoptr(place, ir.PointerType(value.type)), align=1)
+
+        for k in range(0, layout.numbers, BLOCK):
+            place = ir.Constant(INT32, k // layout.group)
+            store(block.codes(k, 0), to, k)
+            store(builder.extract_element(block.scales, place), scales, k // BLOCK * _opened_size(layout))
+            if block.lows is not None:
+                low = builder.extract_element(block.lows, place)
+                store(low, scales, k // BLOCK * _opened_size(layout) + OPENED_BLOCK)
+        return writer.context.get_dummy_value()
+
+    return define(3, lambda _address, _to, _scales: types.void, emit)
+
+
+def _opened_size(layout: Layout) -> int:
+    return OPENED_WITH_MINIMA if layout.has_min else OPENED_BLOCK
+
+
 def _kind(layout: Layout) -> str:
     return "integers" if layout.table is None else "bytes"
 
@@ -335,7 +369,9 @@ def _integer_tile(layout: Layout) -> Any:
             beside = load(3 * k + BLOCK, OF_WORDS if layout.has_min else WORDS)
             start = ir.Constant(WORDS, None) if layout.has_min else beside
             for row, block in enumerate(blocks):
-                products = builder.sitofp(DOTS[_kind(layout)](writer, start, block.codes(k), inputs), OF_WORDS)
+                products = builder.sitofp(
+                    DOTS[_kind(layout)](writer, start, block.codes(k, _offset(layout)), inputs), OF_WORDS
+                )
                 both = builder.fmul(block.of_lanes(block.scales, k), scale)
                 added[row] = writer.call(fma, OF_WORDS, [products, both, added[row]])
                 if block.lows is not None:
@@ -631,6 +667,13 @@ _iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block, _iq4_xs_tile, _iq4_xs_beside = _steps("
 _q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
 _q4_1_of_32, _q5_0_of_32 = _wide_tile(LAYOUTS["q4_1_gguf"]), _wide_tile(LAYOUTS["q5_0_gguf"])
 _q5_1_of_32, _iq4_nl_of_32 = _wide_tile(LAYOUTS["q5_1_gguf"]), _wide_tile(LAYOUTS["iq4_nl_gguf"])
+_q4_1_written = _writer(LAYOUTS["q4_1_gguf"])
+_q5_0_written = _writer(LAYOUTS["q5_0_gguf"])
+_q5_1_written = _writer(LAYOUTS["q5_1_gguf"])
+_iq4_nl_written = _writer(LAYOUTS["iq4_nl_gguf"])
+_q4_k_written = _writer(LAYOUTS["q4_k_gguf"])
+_q5_k_written = _writer(LAYOUTS["q5_k_gguf"])
+_iq4_xs_written = _writer(LAYOUTS["iq4_xs_gguf"])
 
 
 def _q4_1(job):
@@ -649,6 +692,10 @@ def _q4_1_wide(job):
     _wide_products(job, _q4_1_of_32, _q4_1_beside, 20)
 
 
+def _q4_1_panels(job):
+    block_rows(job, _q4_1_written, 32, 20, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
+
+
 def _q5_0(job):
     _products(job, _q5_0_4x1, _q5_0_2x4, 32, 22)
 
@@ -663,6 +710,10 @@ def _q5_0_integers(job):
 
 def _q5_0_wide(job):
     _wide_products(job, _q5_0_of_32, _q5_0_beside, 22)
+
+
+def _q5_0_panels(job):
+    block_rows(job, _q5_0_written, 32, 22, OPENED_BLOCK, open_bytes, tiles_of_bytes)
 
 
 def _q5_1(job):
@@ -681,6 +732,10 @@ def _q5_1_wide(job):
     _wide_products(job, _q5_1_of_32, _q5_1_beside, 24)
 
 
+def _q5_1_panels(job):
+    block_rows(job, _q5_1_written, 32, 24, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
+
+
 def _iq4_nl(job):
     _products(job, _iq4_nl_4x1, _iq4_nl_2x4, 32, 18)
 
@@ -695,6 +750,10 @@ def _iq4_nl_integers(job):
 
 def _iq4_nl_wide(job):
     _wide_products(job, _iq4_nl_of_32, _iq4_nl_beside, 18)
+
+
+def _iq4_nl_panels(job):
+    block_rows(job, _iq4_nl_written, 32, 18, OPENED_BLOCK, open_bytes, tiles_of_bytes)
 
 
 def _q2_k(job):
@@ -733,6 +792,10 @@ def _q4_k_integers(job):
     _integer_products(job, _q4_k_tile, _q4_k_beside, 256, 144)
 
 
+def _q4_k_panels(job):
+    block_rows(job, _q4_k_written, 256, 144, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
+
+
 def _q5_k(job):
     _products(job, _q5_k_4x1, _q5_k_2x4, 256, 176)
 
@@ -743,6 +806,10 @@ def _q5_k_decoded(job):
 
 def _q5_k_integers(job):
     _integer_products(job, _q5_k_tile, _q5_k_beside, 256, 176)
+
+
+def _q5_k_panels(job):
+    block_rows(job, _q5_k_written, 256, 176, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
 
 
 def _q6_k(job):
@@ -767,6 +834,10 @@ def _iq4_xs_decoded(job):
 
 def _iq4_xs_integers(job):
     _integer_products(job, _iq4_xs_tile, _iq4_xs_beside, 256, 136)
+
+
+def _iq4_xs_panels(job):
+    block_rows(job, _iq4_xs_written, 256, 136, OPENED_BLOCK, open_bytes, tiles_of_bytes)
 
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
@@ -796,6 +867,28 @@ def integers_of(format_name: str, padded: int) -> tuple[Any, Callable[[int, int]
     """
     is_wide = LAYOUTS[format_name].numbers == BLOCK and padded >= STEP
     return c_function(_FUNCTIONS[format_name][3 if is_wide else 2]), wide_bytes if is_wide else rounded_bytes
+
+
+_PANELS = {
+    "q4_1_gguf": _q4_1_panels,
+    "q5_0_gguf": _q5_0_panels,
+    "q5_1_gguf": _q5_1_panels,
+    "iq4_nl_gguf": _iq4_nl_panels,
+    "q4_k_gguf": _q4_k_panels,
+    "q5_k_gguf": _q5_k_panels,
+    "iq4_xs_gguf": _iq4_xs_panels,
+}
+
+
+def has_panels(format_name: str, rows: int, padded: int) -> bool:
+    """Whether many inputs are multiplied as integers by so many rows of so many numbers: groups of 16 are not."""
+    return format_name in _PANELS and rows >= LANES and padded >= REGISTER
+
+
+@functools.cache
+def many_inputs(format_name: str) -> tuple[Any, Any]:
+    """The C functions that round many inputs, and that multiply them."""
+    return rounds_quads(LAYOUTS[format_name].has_min), c_function(_PANELS[format_name])
 
 
 @functools.cache

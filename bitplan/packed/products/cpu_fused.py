@@ -49,7 +49,7 @@ PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
 MOST_INPUTS, MOST_WITHOUT_LOOKUP = 12, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
 MOST_DIRECT = 4  # inputs of integer products that are multiplied by codes as they lie; more by codes in another order
-MOST_OF_BLOCKS = 2  # the same of GGUF's blocks; more are rounded, then multiplied in float32
+MOST_OF_BLOCKS = 2  # the same of GGUF's blocks; where groups have 16 numbers more are multiplied in float32
 MOST_IN_QUADS = 512  # inputs that are rounded at a time
 MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
@@ -231,13 +231,15 @@ class IntegersOnCpu(RoundedFirst):
         return y
 
     def _is_whole(self, weight: Encoded, inputs: int) -> bool:
-        is_few = weight.fmt.name not in BLOCKS or inputs <= MOST_OF_BLOCKS
-        return is_few and self.why_no_integers(weight) is None
+        if self.why_no_integers(weight) is not None:
+            return False
+        return inputs <= MOST_OF_BLOCKS or weight.fmt.name not in BLOCKS or _has_panels(weight)
 
     def _call(self, inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | None) -> Call:
         from bitplan.packed.products.cpu_rows import LANES
 
-        is_direct = inputs <= MOST_DIRECT or weight.shape[0] < LANES or weight.fmt.name in BLOCKS
+        most = MOST_OF_BLOCKS if weight.fmt.name in BLOCKS and _has_panels(weight) else MOST_DIRECT
+        is_direct = inputs <= most or weight.shape[0] < LANES
         product = (_few_integers if is_direct else _many_integers)(inputs, weight, factor, bias, self.format)
         return _float32_call(product)
 
@@ -247,13 +249,19 @@ class IntegersOnCpu(RoundedFirst):
             return f"{super().note(weight)}: {reason}"
         few = (
             f" for up to {MOST_OF_BLOCKS} rows (decodes weights in a buffer for more)"
-            if weight.fmt.name in BLOCKS
+            if weight.fmt.name in BLOCKS and not _has_panels(weight)
             else ""
         )
         return (
             f"rounds inputs to {self.format}, sums whole numbers in blocks of 32{few}, these in float32, and keeps no "
             "copy"
         )
+
+
+def _has_panels(weight: Encoded) -> bool:
+    from bitplan.packed.products.cpu_blocks import has_panels
+
+    return has_panels(weight.fmt.name, weight.shape[0], weight.fmt.padded_cols(weight.shape[1]))
 
 
 def why_not_ours(weight: Encoded) -> str | None:
@@ -536,14 +544,15 @@ def _many_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | 
     """Inputs are rounded into quads, then multiplied, both by all threads."""
     from bitplan.base.loops.jit import thread_count
     from bitplan.base.loops.openmp_threads import run
-    from bitplan.packed.products import cpu_integers
+    from bitplan.packed.products import cpu_blocks, cpu_integers
     from bitplan.packed.products import cpu_rows as fields
 
     (rows, width), padded = weight.shape, weight.fmt.padded_cols(weight.shape[1])
-    stride, by_token = -(-cpu_integers.opened_bytes(padded) // 64) * 64, int(fmt == "int8_row")
+    of_blocks, by_token = weight.fmt.name in BLOCKS, int(fmt == "int8_row")
+    stride = -(-cpu_integers.opened_bytes(padded, of_blocks=of_blocks) // 64) * 64
     template, holds = _job(weight, factor, bias, count=padded, scratch_stride=stride, by_token=by_token)
     in_quads = -(-cpu_integers.quads_bytes(min(inputs, MOST_IN_QUADS), padded) // 64) * 64
-    rounding, multiplying = cpu_integers.many_inputs(weight.fmt.name)
+    rounding, multiplying = (cpu_blocks if of_blocks else cpu_integers).many_inputs(weight.fmt.name)
 
     def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
         threads = thread_count()

@@ -118,10 +118,16 @@ BYTE_STEP = max(REGISTER, BLOCK)  # 8-bit codes that are multiplied at a time: w
 BYTE_LANES = BYTE_STEP // 4
 BYTE_BLOCKS = BYTE_STEP // BLOCK
 OPENED_BLOCK = 9 * REGISTER  # bytes of a block of LANES rows: scales, then eight times four codes of each
+OPENED_WITH_MINIMA = OPENED_BLOCK + REGISTER
 HAS_VNNI = {"avx512vnni", "avx512vl"} <= cpu_features() or (LANES == 8 and "avxvnni" in cpu_features())
 IS_X86, HAS_SDOT = "avx2" in cpu_features(), "dotprod" in cpu_features()
 # By which codes are shifted, to be unsigned.
-OFFSETS = {"integers": 8 if IS_X86 else 0, "e2m1": 12 if IS_X86 else 0, "bytes": 128 if HAS_VNNI else 0}
+OFFSETS = {
+    "integers": 8 if IS_X86 else 0,
+    "e2m1": 12 if IS_X86 else 0,
+    "bytes": 128 if HAS_VNNI else 0,
+    "unsigned": 0,  # codes of at most five bits, whose groups have minima
+}
 DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 HAS_MANY_REGISTERS = LANES != 8  # AVX2 has 16, AVX-512 and Arm have 32
 INT8, INT32, INT64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
@@ -189,7 +195,7 @@ DOTS: dict[str, Callable[..., Any]] = {
     "integers": _vpdpbusd if HAS_VNNI else _vpmaddubsw if IS_X86 else _SIGNED,
     "bytes": _vpdpbusd if HAS_VNNI else _signs_moved if IS_X86 else _SIGNED,
 }
-DOTS["e2m1"] = DOTS["integers"]
+DOTS["e2m1"] = DOTS["unsigned"] = DOTS["integers"]
 
 
 def dot_of(kind: str) -> Any:
@@ -222,8 +228,8 @@ def _opened_nibbles(writer: VectorWriter, kind: str, nibbles: Any) -> Any:
 def _opened(writer: VectorWriter, kind: str, codes: Any, is_high: bool) -> Any:
     """The weights' codes in a register of bytes: all of 8 bits, or those of low or high nibbles."""
     builder = writer.builder
-    if kind == "bytes":
-        return builder.xor(codes, _repeated_byte(codes, OFFSETS["bytes"])) if OFFSETS["bytes"] else codes
+    if kind in ("bytes", "unsigned"):
+        return builder.xor(codes, _repeated_byte(codes, OFFSETS[kind])) if OFFSETS[kind] else codes
     mask = builder.lshr(codes, _repeated_byte(codes, 4)) if is_high else builder.and_(codes, _repeated_byte(codes, 15))
     return _opened_nibbles(writer, kind, mask)
 
@@ -485,8 +491,10 @@ def rows_bytes(padded: int, inputs: int, *, nibbles: bool) -> int:
 
 
 @merged
-def quads(job, dot, offset, order):
-    """Round all inputs into `y`, four at a time; those past the last are zero."""
+def quads(job, dot, offset, order, has_minima):
+    """Round all inputs into `y`, four at a time; those past the last are zero. Starts of weights with minima are what
+    these are multiplied by.
+    """
     inputs, width, padded = field(job, INPUTS), field(job, WIDTH), field(job, COUNT)
     buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
     by_token, blocks = field(job, BY_TOKEN), padded // BLOCK
@@ -500,16 +508,18 @@ def quads(job, dot, offset, order):
             codes, at = order(codes), to + block * QUAD_BLOCK
             write(at + BLOCK * lane, codes)
             write(at + BLOCK * QUAD + 4 * lane, F32(scale))
-            if offset:
+            if has_minima:
+                sums = sum_words(dot(zero_words(8), ones_like(codes), codes))
+                write(at + (BLOCK + 4) * QUAD + 4 * lane, F32(sums * F32(scale)))
+            elif offset:
                 sums = sum_words(dot(zero_words(8), ones_like(codes), codes))
                 write(at + (BLOCK + 4) * QUAD + 4 * lane, I32(-offset * sums))
         m = take(job + 8 * NEXT_ROW, 1)
 
 
-def _block_sums(kind: str, count: int) -> Any:
-    """(opened block, quads, bytes from quad to quad) -> int32 sums of the block: LANES rows for each of `count` inputs.
-
-    The next function, of the same and float32 sums, adds them scaled.
+def _block_sums(kind: str, count: int, has_minima: bool) -> Any:
+    """(opened block, quads, bytes from quad to quad, sums) -> sums with the block's products, of LANES rows for each of
+    `count` inputs.
     """
     tile = types.UniTuple(VectorType(types.float32, LANES), count)  # type: ignore[attr-defined]
 
@@ -531,12 +541,17 @@ def _block_sums(kind: str, count: int) -> Any:
             for m, (at, lane) in enumerate(inputs):
                 codes = splat(writer, load(at, BLOCK * lane + 4 * four, INT32), LANES)
                 sums[m] = DOTS[kind](writer, sums[m], weights, builder.bitcast(codes, bytes_))
-        scales, scaled = load(opened, 0, ir.VectorType(ir.FloatType(), LANES)), []
+        lanes = ir.VectorType(ir.FloatType(), LANES)
+        scales, scaled = load(opened, 0, lanes), []
         for m, (at, lane) in enumerate(inputs):
             of_input = splat(writer, load(at, BLOCK * QUAD + 4 * lane, ir.FloatType()), LANES)
             numbers = builder.sitofp(sums[m], scales.type)
             values = [numbers, builder.fmul(scales, of_input), builder.extract_value(floats, m)]
-            scaled.append(writer.call(f"llvm.fma.v{LANES}f32", scales.type, values))
+            scaled.append(writer.call(f"llvm.fma.v{LANES}f32", lanes, values))
+            if has_minima:
+                beside = splat(writer, load(at, (BLOCK + 4) * QUAD + 4 * lane, ir.FloatType()), LANES)
+                values = [load(opened, OPENED_BLOCK, lanes), beside, scaled[m]]
+                scaled[m] = writer.call(f"llvm.fma.v{LANES}f32", lanes, values)
         return cgutils.pack_array(builder, scaled)
 
     return define(4, lambda _opened, _x, _stride, _floats: tile, emit)
@@ -564,7 +579,7 @@ def _write_tile(count: int) -> Any:
     return define(5, lambda *_kinds: types.void, emit)
 
 
-def _write_opened(kind: str) -> Any:
+def _write_opened(kind: str, size: int = OPENED_BLOCK) -> Any:
     """A writer (tile of packed codes, of which vector j has word j of every row; address) of opened blocks."""
 
     def emit(writer: VectorWriter, tile: Any, address: Any) -> Any:
@@ -576,8 +591,8 @@ def _write_opened(kind: str) -> Any:
 
         for j in range(LANES):
             codes = builder.bitcast(builder.extract_value(tile, j), bytes_)
-            if kind == "bytes":
-                store(_opened(writer, kind, codes, is_high=False), REGISTER * (j + j // 8))
+            if kind in ("bytes", "unsigned"):
+                store(_opened(writer, kind, codes, is_high=False), REGISTER * (j % 8) + size * (j // 8))
             else:
                 low_at = OPENED_BLOCK * (j // 4) + REGISTER * (j % 4)
                 store(_opened(writer, kind, codes, is_high=False), low_at)
@@ -602,9 +617,10 @@ def _open_rows(job, n, to, write_opened, scale, words_of_block):
             write(to + OPENED_BLOCK * block + 4 * row, scale(scales, block))
 
 
-def _tiles_of(kind: str, count: int) -> Any:
+def _tiles_of(kind: str, count: int, has_minima: bool) -> Any:
     """Tiles of `count` inputs, as many as there are; gives where the next input is, and how many are left."""
-    block_sums, zero_floats, write_tile = _block_sums(kind, count), _zero_floats(count), _write_tile(count)
+    block_sums, zero_floats, write_tile = _block_sums(kind, count, has_minima), _zero_floats(count), _write_tile(count)
+    size = OPENED_WITH_MINIMA if has_minima else OPENED_BLOCK
 
     @inlined
     def tiles(opened, blocks, x, y, stride, remaining, ends):
@@ -613,7 +629,7 @@ def _tiles_of(kind: str, count: int) -> Any:
             sums, at, inputs_at = zero_floats(0), opened, x
             for _ in range(blocks):
                 sums = block_sums(at, inputs_at, quad_bytes, sums)
-                at, inputs_at = at + OPENED_BLOCK, inputs_at + QUAD_BLOCK
+                at, inputs_at = at + size, inputs_at + QUAD_BLOCK
             write_tile(sums, y, stride, remaining, ends)
             x, y, remaining = x + count // QUAD * quad_bytes, y + count * stride, remaining - count
         return x, y, remaining
@@ -621,11 +637,11 @@ def _tiles_of(kind: str, count: int) -> Any:
     return tiles
 
 
-def _all_tiles(kind: str) -> Any:
-    small = _tiles_of(kind, QUAD)
+def _all_tiles(kind: str, *, has_minima: bool = False) -> Any:
+    small = _tiles_of(kind, QUAD, has_minima)
     if not HAS_MANY_REGISTERS:
         return small
-    large, middle = _tiles_of(kind, 3 * QUAD), _tiles_of(kind, 2 * QUAD)
+    large, middle = _tiles_of(kind, 3 * QUAD, has_minima), _tiles_of(kind, 2 * QUAD, has_minima)
 
     @inlined
     def tiles(opened, blocks, x, y, stride, remaining, ends):
@@ -653,13 +669,38 @@ def panel_rows(job, write_opened, scale, words_of_block, tiles):
         n = take(job + 8 * NEXT_ROW, LANES)
 
 
+@merged
+def block_rows(job, written, numbers, size, opened_block, write_opened, tiles):
+    """The same for GGUF's blocks: codes of LANES rows are written as bytes, their scales where they belong, and opened
+    from there.
+    """
+    inputs, rows, count, bias = field(job, INPUTS), field(job, ROWS), field(job, COUNT), field(job, BIAS)
+    opened = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+    codes, factors = opened + opened_block * (count // BLOCK), repeat_each(load_from(field(job, FACTOR), F32, 1), LANES)
+    n = take(job + 8 * NEXT_ROW, LANES)
+    while n < rows:
+        first = min(n, rows - LANES)
+        for row in range(LANES):
+            source, to = row_of(job, CODES, first + row), codes + count * row
+            for block in range(count // numbers):
+                scales = opened + opened_block * (numbers // BLOCK) * block + 4 * row
+                written(source + size * block, to + numbers * block, scales)
+        for step in range(-(-count // REGISTER)):
+            at = min(step * REGISTER, count - REGISTER)
+            place = opened + opened_block * (at // BLOCK) + REGISTER * (1 + at % BLOCK // 4)
+            write_opened(transpose_tile(load_tile(codes + at, count, LANES, 1, LANES)), place)
+        addends = load_from(bias + 4 * first, F32, LANES) if bias else factors * F32(0) * F32(-1)
+        tiles(opened, count // BLOCK, field(job, X), field(job, Y) + 4 * first, 4 * rows, inputs, (factors, addends))
+        n = take(job + 8 * NEXT_ROW, LANES)
+
+
 def quads_bytes(inputs: int, padded: int) -> int:
     return -(-inputs // QUAD) * QUAD_BLOCK * (padded // BLOCK)
 
 
-def opened_bytes(padded: int) -> int:
+def opened_bytes(padded: int, *, of_blocks: bool) -> int:
     """Scratch of a thread that multiplies; threads share no cache line."""
-    return OPENED_BLOCK * (padded // BLOCK) + 64
+    return OPENED_WITH_MINIMA * (padded // BLOCK) + (LANES * padded if of_blocks else 0) + 64
 
 
 # ---- scales: of the blocks in a register, each on its own lanes; or of one block ------------------------------------
@@ -716,6 +757,10 @@ _low_e2m1, _high_e2m1 = _opener("e2m1", is_high=False), _opener("e2m1", is_high=
 _opened_bytes = _opener("bytes", is_high=False)
 _open_integers, _open_e2m1, _open_bytes = _write_opened("integers"), _write_opened("e2m1"), _write_opened("bytes")
 _tiles_of_integers, _tiles_of_e2m1, _tiles_of_bytes = _all_tiles("integers"), _all_tiles("e2m1"), _all_tiles("bytes")
+# Of GGUF's blocks: bytes without an offset where their groups have minima, codes then being unsigned.
+open_bytes, tiles_of_bytes = _open_bytes, _tiles_of_bytes
+open_unsigned = _write_opened("unsigned", OPENED_WITH_MINIMA)
+tiles_of_unsigned = _all_tiles("unsigned", has_minima=True)
 
 
 def _q4_0_gguf(job):
@@ -767,19 +812,23 @@ def _int8_g128_panels(job):
 
 
 def _quads_in_halves(job):
-    quads(job, _dot_integers, INTEGERS, _as_they_lie)
+    quads(job, _dot_integers, INTEGERS, _as_they_lie, False)
 
 
 def _quads_in_pairs(job):
-    quads(job, _dot_integers, INTEGERS, _evens_first)
+    quads(job, _dot_integers, INTEGERS, _evens_first, False)
 
 
 def _quads_for_e2m1(job):
-    quads(job, _dot_e2m1, E2M1, _evens_first)
+    quads(job, _dot_e2m1, E2M1, _evens_first, False)
 
 
 def _quads_for_bytes(job):
-    quads(job, _dot_bytes, BYTES, _as_they_lie)
+    quads(job, _dot_bytes, BYTES, _as_they_lie, False)
+
+
+def _quads_for_unsigned(job):
+    quads(job, _dot_integers, 0, _as_they_lie, True)
 
 
 _FUNCTIONS = {
@@ -803,6 +852,12 @@ def many_inputs(format_name: str) -> tuple[Any, Any]:
     """The C functions that round many inputs, and that multiply them."""
     _, rounded, multiplied = _FUNCTIONS[format_name]
     return _rounding(rounded), c_function(multiplied)
+
+
+@functools.cache
+def rounds_quads(has_minima: bool) -> Any:
+    """The C function that rounds many inputs for GGUF's blocks."""
+    return _rounding(_quads_for_unsigned if has_minima else _quads_for_bytes)
 
 
 @functools.cache
