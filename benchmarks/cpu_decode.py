@@ -12,7 +12,8 @@ model      a language model that transformers reads from a GGUF file, or one of 
            that has one model alone and has made some tokens
 llama.cpp  `llama-bench` on files of the same model in its own formats, after the others; or xllamacpp, a build of it
            for Python, from --llama-site, in processes of its own, in turns with ours: seconds of the processor a token,
-           so that other work on the machine counts for neither
+           so that other work on the machine counts for neither, and seconds that passed. --gguf NAME=FILE=OURS runs
+           ours from another file or folder
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ MODEL_FORMATS = ("int8_row", "q8_0_gguf", "int4_g32", "q4_0_gguf", "mxfp4")
 MEMORY_FORMATS = ("float32", "int8_row", "int4_g32")
 FREE, INT8 = "free", "+int8"
 PROMPT_TOKENS = 128
+SITE_TEXT = "The capital of France is Paris. " * 18
 PROMPT = (1, 504, 3575, 282, 4649, 314)
 TOKENS = 16
 SMOLLM2: dict[str, Any] = {
@@ -273,61 +276,87 @@ def llama_rows(program: str, files: list[str], threads: int) -> list[Row]:
     return rows
 
 
-def site_turn(given: str, threads: int) -> None:
-    """In a process of its own: seconds of the processor for a prompt and for tokens, of one engine and file."""
-    engine, path, site = given.split(",")
-    text = "The capital of France is Paris. " * 18
-    if engine == "llama.cpp":
+def site_turns(given: str, threads: int) -> None:
+    """In a process of its own, of one engine: medians of a prompt's and a token's times, for each file that is named on
+    the standard input.
+    """
+    engine, site, repeats = given.split(",")
+    for path in sys.stdin:
+        run = llama_run(path.strip(), site, threads) if engine == "llama.cpp" else bitplan_run(path.strip())
+        run(4)
+        few, many = [[_both_clocks(run, count) for _ in range(int(repeats))] for count in (4, 52)]
+        row: Row = {"engine": engine, "load_average": os.getloadavg()[0]}
+        for clock, name in enumerate(("", "wall_")):
+            short, long = (statistics.median(each[clock] for each in samples) for samples in (few, many))
+            token = (long - short) / 48
+            row |= {f"{name}token_ms": 1e3 * token, f"{name}prompt_ms": 1e3 * (short - 4 * token)}
+        print(json.dumps(row), flush=True)
+
+
+def _both_clocks(run: Callable[[int], None], count: int) -> tuple[float, float]:
+    started = time.process_time(), time.perf_counter()
+    run(count)
+    return time.process_time() - started[0], time.perf_counter() - started[1]
+
+
+def llama_run(path: str, site: str, threads: int) -> Callable[[int], None]:
+    if site not in sys.path:
         sys.path.insert(0, site)
-        import xllamacpp  # type: ignore[import-not-found]
+    import xllamacpp  # type: ignore[import-not-found]
 
-        params = xllamacpp.CommonParams()
-        params.model.path, params.n_ctx, params.n_parallel = path, 512, 1
-        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        server = xllamacpp.Server(params)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.n_ctx, params.n_parallel = path, 512, 1
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    server = xllamacpp.Server(params)
 
-        def run(count: int) -> float:
-            asked = {"prompt": text, "max_tokens": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
-            started = time.process_time()
-            server.handle_completions(asked)
-            return time.process_time() - started
+    def run(count: int) -> None:
+        server.handle_completions(
+            {"prompt": SITE_TEXT, "max_tokens": count, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+        )
 
-    else:
-        from bitplan.packed.language.generation import generate_text, load_for_running
-
-        lm = load_for_running(path, inputs="auto")
-        model: Any = lm.model
-        model.generation_config.eos_token_id = [-1]
-
-        def run(count: int) -> float:
-            started = time.process_time()
-            done = generate_text(lm, text, most_tokens=count)
-            assert done.tokens == count, done
-            return time.process_time() - started
-
-    run(4)
-    few, many = [min(run(count) for _ in range(3)) for count in (4, 52)]
-    token = (many - few) / 48
-    print(json.dumps({"engine": engine, "token_ms": 1e3 * token, "prompt_ms": 1e3 * (few - 4 * token)}))
+    return run
 
 
-def site_rows(site: str, files: list[str], threads: int) -> list[Row]:
+def bitplan_run(path: str) -> Callable[[int], None]:
+    from bitplan.packed.language.generation import generate_text, load_for_running
+
+    lm = load_for_running(path, inputs="auto")
+    model: Any = lm.model
+    model.generation_config.eos_token_id = [-1]
+
+    def run(count: int) -> None:
+        done = generate_text(lm, SITE_TEXT, most_tokens=count)
+        assert done.tokens == count, done
+
+    return run
+
+
+def site_rows(site: str, files: list[str], threads: int, repeats: int, turns: int) -> list[Row]:
+    """A row for each file: engines take turns, and change places from turn to turn."""
+    engines = {}
+    for engine in ("llama.cpp", "bitplan"):
+        command = [sys.executable, __file__, "--site-turns", f"{engine},{site},{repeats}", "--threads", str(threads)]
+        engines[engine] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     rows = []
     for each in files:
-        name, _, path = each.partition("=")
-        turns: dict[str, list[Row]] = {"llama.cpp": [], "bitplan": []}
-        for _ in range(2):
-            for engine, done in turns.items():
-                command = [sys.executable, __file__, "--site-turn", f"{engine},{path},{site}"]
-                command += ["--threads", str(threads)]
-                made = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ)
-                done.append(json.loads(made.stdout.splitlines()[-1]))
-        row: Row = {"format": name}
-        for key in ("token_ms", "prompt_ms"):
-            theirs, ours = (min(turn[key] for turn in turns[engine]) for engine in turns)
-            row |= {f"llama_cpp_{key}": theirs, f"bitplan_{key}": ours, f"of_llama_cpp_{key}": theirs / ours}
+        name, _, paths = each.partition("=")
+        theirs, _, ours = paths.partition("=")
+        done = []
+        for turn in range(turns):
+            for engine in list(engines)[:: 1 - 2 * (turn % 2)]:
+                to, back = engines[engine].stdin, engines[engine].stdout
+                assert to is not None
+                assert back is not None
+                print(theirs if engine == "llama.cpp" else ours or theirs, file=to, flush=True)
+                done.append(json.loads(next(line for line in back if line.startswith('{"engine"'))))
+        row: Row = {"format": name, "file": Path(theirs).name, "threads": threads, "turns": done}
+        for key in ("token_ms", "prompt_ms", "wall_token_ms", "wall_prompt_ms"):
+            llama, our = (statistics.median(one[key] for one in done if one["engine"] == engine) for engine in engines)
+            row |= {f"llama_cpp_{key}": llama, f"bitplan_{key}": our, f"of_llama_cpp_{key}": llama / our}
         rows.append(row)
-        print("processor's time", row, flush=True)
+        print("llama.cpp and bitplan", json.dumps(row), flush=True)
+    for process in engines.values():
+        process.communicate()
     return rows
 
 
@@ -337,7 +366,10 @@ def main() -> None:
     parser.add_argument("--random-model", action="store_true", help="SmolLM2's shape with random weights, and no file")
     parser.add_argument("--llama-bench", help="llama.cpp's program")
     parser.add_argument("--llama-site", help="a folder that holds the package xllamacpp")
-    parser.add_argument("--gguf", nargs="*", default=[], help="NAME=FILE for it")
+    parser.add_argument("--gguf", nargs="*", default=[], help="NAME=FILE[=OURS] for it")
+    parser.add_argument("--site-threads", default="1,2", help="with --llama-site: numbers of threads")
+    parser.add_argument("--site-repeats", type=int, default=3, help="with --llama-site: runs in a turn")
+    parser.add_argument("--site-turns-each", type=int, default=2, help="with --llama-site: turns of each engine")
     parser.add_argument("--parts", default="products,model,memory", help="what to measure")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batches", default=",".join(map(str, BATCHES)))
@@ -346,15 +378,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--tiny", action="store_true", help="small shapes, to try the program")
     parser.add_argument("--memory-of", help=argparse.SUPPRESS)
-    parser.add_argument("--site-turn", help=argparse.SUPPRESS)
+    parser.add_argument("--site-turns", help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     if options.memory_of:
         print_memory(options.model, options.memory_of)
         return
-    if options.site_turn:
-        site_turn(options.site_turn, options.threads)
+    if options.site_turns:
+        site_turns(options.site_turns, options.threads)
         return
     speed = copy_gb_per_s(3 if options.tiny else 10)
     print(f"copy: {speed:.1f} GB/s read", flush=True)
@@ -386,7 +418,13 @@ def main() -> None:
     if options.llama_bench:
         document["llama_cpp"] = llama_rows(options.llama_bench, options.gguf, options.threads)
     if options.llama_site:
-        document["llama_cpp_processor_time"] = site_rows(options.llama_site, options.gguf, options.threads)
+        document["llama_cpp_processor_time"] = [
+            row
+            for threads in map(int, options.site_threads.split(","))
+            for row in site_rows(
+                options.llama_site, options.gguf, threads, options.site_repeats, options.site_turns_each
+            )
+        ]
     document["load_average_at_end"] = os.getloadavg()
     cpu = cpu_model().lower()
     name = "".join(letter if letter.isalnum() else " " for letter in cpu).replace(" r ", " ").split()
