@@ -331,6 +331,14 @@ def bitplan_run(path: str) -> Callable[[int], None]:
     return run
 
 
+def _most_common_type(path: str) -> str:
+    """The type of most tensors of a GGUF file that have two axes."""
+    import gguf
+
+    kinds = [tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
+    return max(sorted(set(kinds)), key=kinds.count)
+
+
 def site_rows(site: str, files: list[str], threads: int, repeats: int, turns: int) -> list[Row]:
     """A row for each file: engines take turns, and change places from turn to turn."""
     engines = {}
@@ -349,7 +357,7 @@ def site_rows(site: str, files: list[str], threads: int, repeats: int, turns: in
                 assert back is not None
                 print(theirs if engine == "llama.cpp" else ours or theirs, file=to, flush=True)
                 done.append(json.loads(next(line for line in back if line.startswith('{"engine"'))))
-        row: Row = {"format": name, "file": Path(theirs).name, "threads": threads, "turns": done}
+        row: Row = {"format": name, "file_format": _most_common_type(theirs), "threads": threads, "turns": done}
         for key in ("token_ms", "prompt_ms", "wall_token_ms", "wall_prompt_ms"):
             llama, our = (statistics.median(one[key] for one in done if one["engine"] == engine) for engine in engines)
             row |= {f"llama_cpp_{key}": llama, f"bitplan_{key}": our, f"of_llama_cpp_{key}": llama / our}
@@ -388,8 +396,9 @@ def main() -> None:
     if options.site_turns:
         site_turns(options.site_turns, options.threads)
         return
-    speed = copy_gb_per_s(3 if options.tiny else 10)
-    print(f"copy: {speed:.1f} GB/s read", flush=True)
+    parts = options.parts.split(",")
+    speed = copy_gb_per_s(3 if options.tiny else 10) if "products" in parts else None
+    print(f"copy: {speed} GB/s read", flush=True)
     document: dict[str, Any] = {
         "benchmark": "packed weights on a CPU",
         "machine": harness.machine("cpu"),
@@ -400,9 +409,8 @@ def main() -> None:
         "load_average_at_start": os.getloadavg(),
         "copy_gb_per_s": speed,
     }
-    parts = options.parts.split(",")
     batches, formats = [int(each) for each in options.batches.split(",")], options.formats.split(",")
-    if "products" in parts:
+    if speed is not None:
         shapes = ((128, 256),) if options.tiny else SHAPES
         found = [product_rows(shape, batches, formats, options.repeats, speed) for shape in shapes]
         document["products"] = [row for rows in found for row in rows]

@@ -84,11 +84,15 @@ def test_inputs_of_other_products_are_rounded_to_the_bit(inputs: str) -> None:
 
 @pytest.mark.parametrize("fmt", BLOCKS)
 def test_any_bytes_of_gguf_s_blocks_are_multiplied_without_overflow(fmt: str) -> None:
-    layer = QuantLinear(any_blocks(fmt), inputs="int8_row", strategy="fused")
-    signs = torch.where(torch.rand(2, 512) < 0.5, -127.0, 127.0)
+    few = any_blocks(fmt)
+    layer = QuantLinear(Encoded(few.fmt, (24, 512), few.data.repeat(4, 1)), inputs="int8_row", strategy="fused")
+    signs = torch.where(torch.rand(9, 512) < 0.5, -127.0, 127.0)
     with torch.no_grad():
-        for x in (torch.full((1, 512), 127.0), -torch.full((1, 512), 127.0), signs, torch.randn(1, 512)):
+        for x in (torch.full((1, 512), 127.0), -torch.full((1, 512), 127.0), signs[:2], signs, torch.randn(1, 512)):
             assert_is_the_definition(layer, x)
+    reason = layer.explain(9).reason
+    assert isinstance(few.fmt, GgufBlocks)
+    assert ("for up to 2 rows" in reason) == (few.fmt.layout.group != 32)  # more are multiplied in float32
 
 
 @pytest.mark.parametrize("rows", [1, 12])
