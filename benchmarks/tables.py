@@ -763,20 +763,6 @@ def controller_table() -> str:
     return "\n".join(lines)
 
 
-def llama_cpu_table() -> str:
-    """Tokens and prompts of a CPU beside llama.cpp: seconds of the processor, and the share of its speed."""
-    lines = [
-        "| ours | llama.cpp's file | threads | ms a token: llama.cpp | ours | tokens, of llama.cpp's | prompts |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    for row in _read("packed_cpu_xeon_llama_cpp")["llama_cpp_processor_time"]:
-        theirs, ours = row["llama_cpp_token_ms"], row["bitplan_token_ms"]
-        shares = [f"{row[f'of_llama_cpp_{what}_ms']:.2f}" for what in ("token", "prompt")]
-        cells = [row["format"], row["file_format"], str(row["threads"]), f"{theirs:.1f}", f"{ours:.1f}", *shares]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
 NOT_MEASURED = "not measured"
 
 
@@ -891,7 +877,7 @@ PLACES = {  # page: its tables
     "docs/choosing.md": (choosing_table, training_choice_table),
     "docs/figures.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (small_quality_table,),
-    "docs/packed.md": (decode_table, launched_table, prompts_table, llama_cpu_table),
+    "docs/packed.md": (decode_table, launched_table, prompts_table),
     "docs/streaming.md": (streaming_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
