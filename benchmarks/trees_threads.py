@@ -2,7 +2,7 @@
 
     python benchmarks/trees_threads.py --tables 1M28,1M40 --threads 2,16 --trees 100 --seconds 40 --total 450
     python benchmarks/trees_threads.py --tables "2k10@1+2*100+500,classes@16" --append --output result.json
-    python benchmarks/trees_threads.py --profile --tables 1M28 --threads 1,16    # where the time of our own fits goes
+    python benchmarks/trees_threads.py --profile --tables 100k31 --threads 1,8,16 --trees 100,500   # where time goes
 
 Contenders are processes of their own and fit in turns, `--repeats` times; a row has the median, all times, the share
 that was binning, and the loss on 100,000 other rows (for 2k10: 20,000). Compiling is not timed, reading the frame is:
@@ -23,6 +23,7 @@ import argparse
 import importlib.util
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
@@ -462,7 +463,8 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def profile(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each table, precision and number of threads: milliseconds a tree of each part of a fit."""
+    """Of each table, precision and number of threads: milliseconds a tree of each part of a fit, and what threads do
+    early and late in it; of LightGBM the latter alone."""
     result = []
     for name in given.tables.split(","):
         x, y = made_table(TABLES[name])
@@ -470,10 +472,18 @@ def profile(given: argparse.Namespace) -> list[dict[str, Any]]:
         del x, y
         for trees in map(int, given.trees.split(",")):
             for threads in map(int, given.threads.split(",")):
-                for contender in (each for each in given.contenders.split(",") if each in OURS):
+                for contender in (each for each in given.contenders.split(",") if each in PROFILED):
                     fit_of(contender, TABLES[name], 2, threads)(train_x[:70_000], train_y[:70_000])
                     row = {"table": name, "contender": contender, "trees": trees, "threads": threads}
-                    row |= _profile_fit(fit_of(contender, TABLES[name], trees, threads), train_x, train_y, trees)
+                    if contender in OURS:
+                        row |= _profile_fit(fit_of(contender, TABLES[name], trees, threads), train_x, train_y, trees)
+                    else:
+                        counts = 1, max(trees // 4, 2), trees  # binning and the first tree; early ones; all others
+                        passed = [
+                            _of_fit(fit_of(contender, TABLES[name], n, threads), train_x, train_y) for n in counts
+                        ]
+                        for when, at in (("early", 1), ("late", 2)):
+                            row |= _shares(when, passed[at] - passed[at - 1], counts[at] - counts[at - 1])
                     result.append(row)
                     print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
     return result
@@ -481,6 +491,33 @@ def profile(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 def _short(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+PROFILED = (*OURS, "lightgbm_quantized")
+MARKS = ("ms", "cpu_ms", "sleeps", "calls", "teams", "waiting_ticks", "ticks")
+
+
+def _mark(*more: float) -> Array:
+    """MARKS so far: milliseconds, those of processors, how often a thread of this process went to sleep; of our own
+    fits calls of helpers, threads that grew a tree, clock cycles that they waited, and all of theirs."""
+    sleeps = resource.getrusage(resource.RUSAGE_SELF).ru_nvcsw
+    return np.array([1e3 * time.perf_counter(), 1e3 * time.process_time(), sleeps, *(more or (0,) * 4)])
+
+
+def _of_fit(fit: Fit, x: Any, y: Array) -> Array:
+    before = _mark()
+    fit(x, y)
+    return _mark() - before
+
+
+def _shares(when: str, passed: Array, trees: int) -> dict[str, float]:
+    """Of each tree; the share of a team's time that it waited."""
+    found = dict(zip(MARKS, passed.tolist(), strict=True))
+    waiting, ticks = found.pop("waiting_ticks"), found.pop("ticks")
+    if not ticks:
+        del found["calls"], found["teams"]
+    rows = {f"{when}_{name}": number / max(trees, 1) for name, number in found.items()}
+    return rows | ({f"{when}_waiting": waiting / ticks} if ticks else {})
 
 
 def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
@@ -502,6 +539,7 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
     try:
         with (
             timed_calls(TreeGrower, "grow") as growing,
+            _marked_trees(spaces) as marks,
             timed_calls(boost.HostScores, "find_gradients", "prepare", "leaf_values", "add") as scoring,
         ):
             started = time.perf_counter()
@@ -513,6 +551,9 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
     row |= {f"{name}_ms": 1e3 * took / trees for name, took in (growing | scoring).items()}
     rest = seconds - binning - sum(growing.values()) - sum(scoring.values())
     row |= {"rest_ms": 1e3 * rest / trees}
+    quarter = max(len(marks) // 4, 1)
+    for when, first, last in (("early", 0, quarter), ("late", len(marks) - 1 - quarter, len(marks) - 1)):
+        row |= _shares(when, marks[last] - marks[first], last - first)
     ticks: Any = sum(space.ticks for space in spaces) if spaces else np.zeros((1, 8))
     teams = ticks.sum()
     if teams:
@@ -520,6 +561,41 @@ def _profile_fit(fit: Fit, x: Any, y: Array, trees: int) -> dict[str, Any]:
         row |= {f"grow_{name}": float(ticks[:, at].sum() / teams) for at, name in enumerate(names)}
         row |= {"threads_busy": float((teams - ticks[:, names.index("waiting")].sum()) / ticks.sum(axis=1).max())}
     return row
+
+
+@contextmanager
+def _marked_trees(spaces: list[Any]) -> Iterator[list[Array]]:
+    """Within the block, a mark before the first tree's growth and after each."""
+    from bitplan.base.loops import helper_threads
+    from bitplan.trees.thread_workspace import PHASES, TeamSpace
+
+    plain, run = TeamSpace.grow, helper_threads.run
+    marks: list[Array] = []
+    calls, teams = 0, 0
+
+    def mark() -> None:
+        ticks = sum(space.ticks.sum(axis=0) for space in spaces)
+        marks.append(_mark(calls, teams, ticks[PHASES.index("waiting")], ticks.sum()))
+
+    def counted(*given: Any, **more: Any) -> None:
+        nonlocal calls
+        calls += 1
+        run(*given, **more)
+
+    def grow(self: Any, *given: Any) -> None:
+        nonlocal teams
+        if not marks:
+            mark()
+        before = self.ticks.sum(axis=1)
+        plain(self, *given)
+        teams += int(np.count_nonzero(self.ticks.sum(axis=1) > before))
+        mark()
+
+    TeamSpace.grow, helper_threads.run = grow, counted  # type: ignore[method-assign,assignment]
+    try:
+        yield marks
+    finally:
+        TeamSpace.grow, helper_threads.run = plain, run  # type: ignore[method-assign]
 
 
 def main() -> None:
@@ -535,7 +611,11 @@ def main() -> None:
     parser.add_argument("--total", type=float, default=3600.0, help="what has not begun by then is left out")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--append", action="store_true", help="keep what the file of --output has")
-    parser.add_argument("--profile", action="store_true", help="say where the time of our own fits goes, instead")
+    parser.add_argument(
+        "--profile",
+        action="store_true",
+        help="say where the time of our own fits goes, and how often threads sleep, instead",
+    )
     parser.add_argument("--contender", help="fits as told on standard input, in this process; prints JSON")
     given = parser.parse_args()
     if given.contender:
