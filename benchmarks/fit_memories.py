@@ -10,7 +10,9 @@ process of its own. Then for each memory, in GB, and a uniform format beside it:
     joint    the fastest plan that is predicted no more harmful than that
 
 Each is built in its formats and places, its cache is filled to the context, and a prompt's last piece and tokens are
-read as `generate` does: milliseconds a token and the peak of torch's allocator are held against the predictions.
+read as `generate` does: milliseconds a token and the peak of torch's allocator are held against the predictions. How
+products of one row were run, and where the host's time of a token went, are in each row: a prediction that is off is
+explained by the same run.
 
 `peaks` are of models that lie on the GPU as a whole, in one format each.
 """
@@ -67,6 +69,7 @@ PEAKS = (("smollm2", 4, 4096), ("1b", 1, 8192))
 PEAK_FORMATS = ("mxfp4", "int8_row", "q8_0_gguf", "bfloat16")
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 KV = "int8_row"
+PROFILED = 16
 Row = dict[str, Any]
 
 
@@ -195,9 +198,36 @@ def measure(config: Any, choice: Mapping[str, str], weights: SearchEvidence, giv
             model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
         peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else None
         token = _timed_token(model, cache, given.batch, device)
+        more = {"products": ways_of_products(model), "profile": profile_of_token(model, cache, given, device)}
         del model, cache
     times = {"ms": token.whole / 1e3, "busy_ms": token.busy / 1e3, "launch_ms": token.launch / 1e3}
-    return {**times, "peak_bytes": peak}
+    return {**times, "peak_bytes": peak, **more}
+
+
+def ways_of_products(model: Any) -> dict[str, int]:
+    """How layers run a product of one row, by format and place: the strategy, and whether its call is prepared."""
+    counts: dict[str, int] = {}
+    for layer in (module for module in model.modules() if isinstance(module, QuantLinear)):
+        runs = layer if layer.joint is None or layer.joint.layer is None else layer.joint.layer
+        place, bound = "@host" if layer.weight.waiting else "", "prepared" if runs._bound else "not prepared"
+        key = f"{layer.weight.fmt.name}{place}: {runs.explain(1).strategy}, {bound}"
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def profile_of_token(model: Any, cache: Any, given: Any, device: torch.device) -> list[list[Any]]:
+    """The operations and kernels that took most of a token: name, how often, microseconds of the host and the GPU."""
+    from torch.profiler import ProfilerActivity, profile
+
+    on_gpu = [ProfilerActivity.CUDA] if device.type == "cuda" else []
+    ids = torch.zeros(given.batch, 1, dtype=torch.int64, device=device)
+    with profile(activities=[ProfilerActivity.CPU, *on_gpu]) as profiled:
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1).tolist()
+    found = [
+        [one.key, one.count, round(one.self_cpu_time_total), round(one.self_device_time_total)]
+        for one in profiled.key_averages()
+    ]
+    return sorted(found, key=lambda one: max(one[2:]), reverse=True)[:PROFILED]
 
 
 def two_memories(config: Any, probe: MemoryProbe, given: Any, note: Callable[[str, Row], None]) -> None:

@@ -321,7 +321,7 @@ def _small_model(config: dict[str, Any], model_type: str, device: Any, layers: i
 
     from bitplan.packed.apply_plan import apply_plan
     from bitplan.packed.fused_projections import fuse_what_is_seen
-    from bitplan.packed.rounded_inputs import round_inputs
+    from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers
 
     on_cpu = device.type == "cpu"
     small = config | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": None}
@@ -337,7 +337,7 @@ def _small_model(config: dict[str, Any], model_type: str, device: Any, layers: i
         model: Any = transformers.AutoModelForCausalLM.from_config(shrunk, trust_remote_code=False, dtype=dtype).eval()
     model.to(device)
     apply_plan(model, fmt, unsupported="skip")
-    if on_cpu:
+    if on_cpu and runs_on_integers(model):  # as `load_for_running` does: packed experts take inputs as they are
         round_inputs(model, "int8")
     fuse_what_is_seen(model)
     return model

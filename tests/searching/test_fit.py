@@ -14,6 +14,8 @@ from bitplan.files.engines.targets import Engine
 from bitplan.packed.kv_rows import room_at
 from bitplan.packed.language.perplexity import Quality
 from bitplan.packed.products.fused_weights import arrange_scales
+from bitplan.packed.quant_experts import QuantExperts
+from bitplan.packed.rounded_inputs import shown_inputs
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.searching import fit, memory_probe
 from bitplan.searching.engine_memory import ENGINES
@@ -290,6 +292,23 @@ def test_the_probe_counts_what_is_neither_weights_nor_cache():
     more_logits = _measure(config | {"vocab_size": 10**8}, "llama", 64, 1, "cpu")
     assert 10**7 < small["nbytes"] < 10**10
     assert more_logits["nbytes"] - small["nbytes"] > 10**9 - 10**8
+
+
+def test_the_probe_of_a_mixture_takes_inputs_as_packed_experts_do():
+    config = transformers.MixtralConfig(
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_local_experts=4,
+        num_hidden_layers=2,
+    )
+    cpu = torch.device("cpu")
+    model = memory_probe._small_model(config.to_dict(), "mixtral", cpu, 2, "int8_row")
+    assert any(isinstance(layer, QuantExperts) for layer in model.modules())
+    assert shown_inputs(model) is None
+    dense = memory_probe._small_model(tiny_llama().config.to_dict(), "llama", cpu, 2, "int8_row")
+    assert shown_inputs(dense) is not None
 
 
 @pytest.mark.parametrize(("text", "count"), [("32k", 32768), ("1M", 2**20), ("8192", 8192), (" 2 k", 2048)])
