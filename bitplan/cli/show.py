@@ -88,13 +88,13 @@ def _telling_apart(columns: Sequence[TextColumn], width: int) -> list[TextColumn
 
 def share_width(columns: Sequence[TextColumn], width: int) -> list[int]:
     """A width for each column: first the least, then more for names and figures, then for sentences."""
-    given = [column.least for column in columns]
-    spare = width - _outer(len(columns)) - sum(given)
+    widths = [column.least for column in columns]
+    spare = width - _outer(len(columns)) - sum(widths)
     for at in sorted(range(len(columns)), key=lambda at: columns[at].is_text):
-        more = max(0, min(spare, columns[at].natural - given[at]))
-        given[at] += more
+        more = max(0, min(spare, columns[at].natural - widths[at]))
+        widths[at] += more
         spare -= more
-    return given
+    return widths
 
 
 def _outer(columns: int) -> int:
@@ -244,7 +244,7 @@ def _width() -> int | None:
 
 @contextmanager
 def progress(
-    what: str, total: int, *, amount: Callable[[int], str] = str, estimates: bool = True
+    title: str, total: int, *, amount: Callable[[int], str] = str, estimates: bool = True
 ) -> Iterator[Callable[[int, str], None]]:
     """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
 
@@ -256,18 +256,18 @@ def progress(
 
     console = Console(stderr=True)
     if not console.is_terminal:
-        with _lines(what, max(total, 1), amount, estimates) as advance:
+        with _lines(title, max(total, 1), amount, estimates) as advance:
             yield advance
         return
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn())
     with Progress(*columns, *([TimeRemainingColumn()] if estimates else []), console=console, transient=True) as bar:
-        task = bar.add_task(what, total=max(total, 1))
-        yield lambda count, label: bar.update(task, advance=count, description=f"{what} {visible(label)[-40:]}")
+        task = bar.add_task(title, total=max(total, 1))
+        yield lambda count, label: bar.update(task, advance=count, description=f"{title} {visible(label)[-40:]}")
 
 
 @contextmanager
 def _lines(
-    what: str, total: int, amount: Callable[[int], str], estimates: bool
+    title: str, total: int, amount: Callable[[int], str], estimates: bool
 ) -> Iterator[Callable[[int, str], None]]:
     """A thread prints progress every ten seconds, also while a single step takes minutes."""
     done, doing, started, is_over = 0, "", time.monotonic(), threading.Event()
@@ -281,9 +281,9 @@ def _lines(
     def tell() -> None:
         while not is_over.wait(LINE_EVERY_S):
             seconds = time.monotonic() - started
-            left = f", about {_duration(max(whole, seconds))} in all" if estimates else ""
-            line = f"{what}: {amount(done)} of {amount(total)} in {_duration(seconds)}"
-            line += left if done else ", nothing is done yet"
+            rest = f", about {_duration(max(whole, seconds))} in all" if estimates else ""
+            line = f"{title}: {amount(done)} of {amount(total)} in {_duration(seconds)}"
+            line += rest if done else ", nothing is done yet"
             print(visible(f"{line}: {doing}" if doing else line), file=sys.stderr, flush=True)
 
     teller = threading.Thread(target=tell, daemon=True)

@@ -263,40 +263,40 @@ class _Header:
         self._end = min(size, MAX_HEADER_BYTES)
         self._strings = self._arrays = 0
 
-    def take(self, nbytes: int, what: str) -> bytes:
+    def take(self, nbytes: int, label: str) -> bytes:
         remaining = self._end - self.position
         raw = self._file.read(nbytes) if nbytes <= remaining else b""
         if len(raw) < nbytes:
             raise FileFormatError(
-                f"{self.path}: {what} at byte {self.position} needs {nbytes} bytes, {remaining} are left "
+                f"{self.path}: {label} at byte {self.position} needs {nbytes} bytes, {remaining} are left "
                 f"(a header may take {MAX_HEADER_BYTES}); the file is cut short or damaged"
             )
         self.position += nbytes
         return raw
 
-    def number(self, code: str, what: str) -> int:
-        return int(struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), what))[0])
+    def number(self, code: str, label: str) -> int:
+        return int(struct.unpack(f"<{code}", self.take(struct.calcsize(f"<{code}"), label))[0])
 
-    def count(self, what: str, least_bytes: int, most: int | None = None) -> int:
-        count = self.number("Q", f"the number of {what}")
-        remaining = self._end - self.position
-        if count > remaining // least_bytes:
+    def count(self, label: str, least_bytes: int, most: int | None = None) -> int:
+        count = self.number("Q", f"the number of {label}")
+        unread = self._end - self.position
+        if count > unread // least_bytes:
             raise FileFormatError(
-                f"{self.path}: {count} {what[:80]} before byte {self.position} cannot fit in the {remaining} bytes left"
+                f"{self.path}: {count} {label[:80]} before byte {self.position} cannot fit in the {unread} bytes left"
             )
         if most is not None and count > most:
-            raise FileFormatError(f"{self.path}: {count} {what[:80]}, at most {most} are read")
+            raise FileFormatError(f"{self.path}: {count} {label[:80]}, at most {most} are read")
         return count
 
-    def string(self, what: str, most_bytes: int = MAX_HEADER_BYTES) -> str:
-        length = self.number("Q", f"the length of {what}")
+    def string(self, label: str, most_bytes: int = MAX_HEADER_BYTES) -> str:
+        length = self.number("Q", f"the length of {label}")
         if length > most_bytes:
-            raise FileFormatError(f"{self.path}: {what} has {length} bytes, at most {most_bytes} are allowed")
-        raw = self.take(length, what)
+            raise FileFormatError(f"{self.path}: {label} has {length} bytes, at most {most_bytes} are allowed")
+        raw = self.take(length, label)
         try:
             return raw.decode()
         except UnicodeDecodeError as error:
-            raise FileFormatError(f"{self.path}: {what} before byte {self.position} is not UTF-8: {error}") from None
+            raise FileFormatError(f"{self.path}: {label} before byte {self.position} is not UTF-8: {error}") from None
 
     def value_type(self, key: str) -> GGUFValueType:
         number = self.number("I", f"the type of {key[:80]!r}")
@@ -307,45 +307,45 @@ class _Header:
         return GGUFValueType(number)
 
     def value(self, kind: GGUFValueType, key: str, depth: int = 0) -> GGUFValue:
-        what = f"metadata {key[:80]!r}"
+        label = f"metadata {key[:80]!r}"
         if kind == GGUFValueType.STRING:
-            return GGUFValue(kind, self.string(what))
+            return GGUFValue(kind, self.string(label))
         if kind != GGUFValueType.ARRAY:
-            return GGUFValue(kind, struct.unpack(f"<{STRUCT_CODES[kind]}", self.scalars(kind, 1, what))[0])
+            return GGUFValue(kind, struct.unpack(f"<{STRUCT_CODES[kind]}", self.scalars(kind, 1, label))[0])
         if depth == MAX_NESTING:
-            raise FileFormatError(f"{self.path}: {what} nests arrays more than {MAX_NESTING} deep")
+            raise FileFormatError(f"{self.path}: {label} nests arrays more than {MAX_NESTING} deep")
         item = self.value_type(key)
-        count = self.count(f"items of {what}", _LEAST_BYTES[item])
+        count = self.count(f"items of {label}", _LEAST_BYTES[item])
         if item == GGUFValueType.STRING:
-            return GGUFValue(kind, GGUFArray(item, count, self.strings(count, what)), item)
+            return GGUFValue(kind, GGUFArray(item, count, self.strings(count, label)), item)
         if item == GGUFValueType.ARRAY:
             self._arrays += count
             if self._arrays > MAX_KEYS:
-                raise FileFormatError(f"{self.path}: {what} has arrays in arrays, at most {MAX_KEYS} are read")
+                raise FileFormatError(f"{self.path}: {label} has arrays in arrays, at most {MAX_KEYS} are read")
             return GGUFValue(kind, tuple([self.value(item, key, depth + 1) for _ in range(count)]), item)
-        return GGUFValue(kind, GGUFArray(item, count, self.scalars(item, count, what)), item)
+        return GGUFValue(kind, GGUFArray(item, count, self.scalars(item, count, label)), item)
 
-    def scalars(self, kind: GGUFValueType, count: int, what: str) -> bytes:
-        raw = self.take(count * _LEAST_BYTES[kind], what)
+    def scalars(self, kind: GGUFValueType, count: int, label: str) -> bytes:
+        raw = self.take(count * _LEAST_BYTES[kind], label)
         if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
-            raise FileFormatError(f"{self.path}: {what} is a bool with a byte other than 0 and 1")
+            raise FileFormatError(f"{self.path}: {label} is a bool with a byte other than 0 and 1")
         return raw
 
-    def strings(self, count: int, what: str) -> bytes:
+    def strings(self, count: int, label: str) -> bytes:
         """The bytes of `count` strings, each checked; a separate loop, since a tokenizer has hundreds of thousands."""
         self._strings += count
         if self._strings > MAX_STRINGS:
             raise FileFormatError(
-                f"{self.path}: {what}: {self._strings} strings in all, at most {MAX_STRINGS} are read"
+                f"{self.path}: {label}: {self._strings} strings in all, at most {MAX_STRINGS} are read"
             )
         raw = bytearray()
         for _ in range(count):
-            head = self.take(8, what)
-            text = self.take(int.from_bytes(head, "little"), what)
+            head = self.take(8, label)
+            text = self.take(int.from_bytes(head, "little"), label)
             try:
                 text.decode()
             except UnicodeDecodeError as error:
-                location = f"{what} before byte {self.position}"
+                location = f"{label} before byte {self.position}"
                 raise FileFormatError(f"{self.path}: {location} is not UTF-8: {error}") from None
             raw += head
             raw += text
@@ -354,19 +354,19 @@ class _Header:
     def tensor_info(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         """Name, type, shape (slowest dimension first) and offset of the next tensor."""
         name = self.string("a tensor name", MAX_NAME_BYTES)
-        what = f"tensor {name[:80]!r}"
-        rank = self.number("I", f"the rank of {what}")
+        label = f"tensor {name[:80]!r}"
+        rank = self.number("I", f"the rank of {label}")
         if rank > MAX_RANK:
-            raise FileFormatError(f"{self.path}: {what} has {rank} dimensions, ggml holds at most {MAX_RANK}")
-        shape = tuple([self.number("Q", f"the shape of {what}") for _ in range(rank)][::-1])
-        number = self.number("I", f"the type of {what}")
+            raise FileFormatError(f"{self.path}: {label} has {rank} dimensions, ggml holds at most {MAX_RANK}")
+        shape = tuple([self.number("Q", f"the shape of {label}") for _ in range(rank)][::-1])
+        number = self.number("I", f"the type of {label}")
         if number not in GGML_QUANT_SIZES:
             types = ", ".join(f"{kind.value} {kind.name}" for kind in GGML_QUANT_SIZES)
-            raise FileFormatError(f"{self.path}: {what} has type {number}, known to the installed gguf are: {types}")
+            raise FileFormatError(f"{self.path}: {label} has type {number}, known to the installed gguf are: {types}")
         kind = GGMLQuantizationType(number)
         if fault := _shape_fault(kind, shape):
-            raise FileFormatError(f"{self.path}: {what}: {fault}")
-        return name, kind, shape, self.number("Q", f"the offset of {what}")
+            raise FileFormatError(f"{self.path}: {label}: {fault}")
+        return name, kind, shape, self.number("Q", f"the offset of {label}")
 
 
 def _check_version(header: _Header) -> int:

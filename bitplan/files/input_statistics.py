@@ -110,8 +110,8 @@ class EvidenceFile:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _read(self, name: str, what: str) -> Tensor | None:
-        key = self._shared.get(name, name) + what
+    def _read(self, name: str, suffix: str) -> Tensor | None:
+        key = self._shared.get(name, name) + suffix
         return self._file.read(key) if key in self._file.tensors else None
 
     def _check(self) -> None:

@@ -219,12 +219,12 @@ def plan_findings(plan: Plan, file: TensorFile) -> list[Finding]:
         findings.append(Finding("plan", name, f"extra: {holder.name!r} has it, and its plan lacks it"))
     for name in names & set(plan):
         spec, entry = file.spec(name), plan.entries[name]
-        wanted = entry.stored or entry.choice.format
-        held = spec.held
+        planned = entry.stored or entry.choice.format
+        stored = spec.held
         if entry.shape is not None and tuple(entry.shape) != spec.shape:
             findings.append(Finding("plan", name, f"the plan has shape {entry.shape}, the file {spec.shape}"))
-        elif (spec.encoded or not get_format(entry.choice.format).is_cast) and wanted != held:
-            findings.append(Finding("plan", name, f"the plan has {wanted}, the file {held}"))
+        elif (spec.encoded or not get_format(entry.choice.format).is_cast) and planned != stored:
+            findings.append(Finding("plan", name, f"the plan has {planned}, the file {stored}"))
     return sorted(findings, key=lambda finding: finding.where)
 
 
@@ -265,10 +265,10 @@ def side_files(folder: Path) -> dict[str, Path]:
     if (folder / SENTENCE_MODULES).is_file():
         candidates |= {name: folder / name for name in SENTENCE_FILES if (folder / name).is_file()}
         candidates |= {name: folder / name for name in _sentence_folders(folder)}
-    kept = {name: path for name, path in sorted(candidates.items()) if _is_of(folder, path)}
-    if outside := sorted(candidates.keys() - kept.keys()):
+    inside = {name: path for name, path in sorted(candidates.items()) if _is_of(folder, path)}
+    if outside := sorted(candidates.keys() - inside.keys()):
         log.warning("%s: links that lead out of the folder are not copied: %s", folder, visible(listed(outside, 3)))
-    return kept
+    return inside
 
 
 def _sentence_folders(folder: Path) -> list[str]:
@@ -291,12 +291,12 @@ def _is_of(folder: Path, path: Path) -> bool:
 
 def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     """Matrices that no packed layer can hold: a folder in which they are packed could not be loaded."""
-    known = list(names)
+    listed = list(names)
     parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # a model may consist of others
     kinds = {kind for part in parts if isinstance(kind := part.get("model_type"), str)}
-    owners = {name.removesuffix(_ATTENTION) for name in known if name.endswith(_ATTENTION)}
+    owners = {name.removesuffix(_ATTENTION) for name in listed if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
-    return [name for name in known if name in attention or has_no_packed_layer(name, kinds)]
+    return [name for name in listed if name in attention or has_no_packed_layer(name, kinds)]
 
 
 def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:

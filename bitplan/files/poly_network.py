@@ -103,10 +103,10 @@ def _vote_of_halves(bits: Tensor, scale: float) -> Version | None:
     half, upper = codes.view(torch.float16).float().abs(), codes.view(torch.bfloat16).float().abs()
     if not bool(half.isfinite().all()):
         return "older" if bool(upper.isfinite().all()) else None
-    wanted = _STEPS_OF_SCALE * abs(scale)
+    step = _STEPS_OF_SCALE * abs(scale)
     if scale not in (0, 1):
-        as_half = abs(float(half.max()) / wanted - 1) < _HALF_ROUNDING
-        as_upper = abs(float(upper.max()) / wanted - 1) < _UPPER_ROUNDING
+        as_half = abs(float(half.max()) / step - 1) < _HALF_ROUNDING
+        as_upper = abs(float(upper.max()) / step - 1) < _UPPER_ROUNDING
         if as_half != as_upper:
             return "today" if as_half else "older"
     if len(codes) < ENOUGH:
@@ -380,8 +380,8 @@ class _NetworkReader:
         if layer["dtype"] not in DTYPES:
             self.reader.fail(f"{path}: dtype", f"one of {', '.join(DTYPES)}", layer["dtype"])
         fmt = get_format(DTYPES[layer["dtype"]])
-        wanted = {"name": True, "shape": True, "scale": fmt.scales is not None, "zero_point": fmt.zero_point}
-        for key, needed in (wanted | {"native": fmt.name != "float32"}).items():
+        needs = {"name": True, "shape": True, "scale": fmt.scales is not None, "zero_point": fmt.zero_point}
+        for key, needed in (needs | {"native": fmt.name != "float32"}).items():
             if (key in layer) != needed:
                 fault = f"must be {_OUR_LAYER_KEYS[key].text}, and is missing" if needed else "does not belong there"
                 self.reader.stop(f"{path}: {key} of {layer['dtype']} weights {fault}")

@@ -150,11 +150,11 @@ def evidence_for(
     statistics: EvidenceFile, file: TensorFile, other_names: Mapping[str, OtherName] | None = None
 ) -> WeightEvidence:
     """Refuse statistics of other names or columns; `other_names` are those that tensors have elsewhere."""
-    known = statistics.names
+    with_statistics = statistics.names
     names: dict[str, OtherName] = {}
     stacks: set[str] = set()
     for name in file.specs:
-        if expert_name(name, 0) in known:
+        if expert_name(name, 0) in with_statistics:
             names[name] = OtherName(name)
             stacks.add(name)
             continue
@@ -164,11 +164,11 @@ def evidence_for(
         if other := (other_names or {}).get(name):
             item = [] if other.expert is None else [OtherName(expert_name(other.name, other.expert))]
             called += [*item, other]
-        measured = next((other for other in called if other.name in known), None)
+        measured = next((other for other in called if other.name in with_statistics), None)
         if measured is not None:
             names[name] = measured
     if not names:
-        theirs = min(known, default="nothing")
+        theirs = min(with_statistics, default="nothing")
         ours = min((name for name in file.specs if name.endswith("weight")), default="")
         raise StoreError(
             f"{statistics.path}: statistics of other tensors than {file.path} has: {theirs!r} there, {ours!r} "
@@ -176,7 +176,7 @@ def evidence_for(
         )
     for name, (named, _, _) in names.items():
         shape, columns = file.specs[name].shape, statistics.columns(expert_name(named, 0) if name in stacks else named)
-        if name in stacks and expert_name(named, shape[0] - 1) not in known:
+        if name in stacks and expert_name(named, shape[0] - 1) not in with_statistics:
             raise StoreError(
                 f"{statistics.path}: evidence of another model: it has statistics of fewer experts of {named!r} than "
                 f"the {shape[0]} that {file.path} has; give the evidence of this model"

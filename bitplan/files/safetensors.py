@@ -387,9 +387,9 @@ def _say_ignored(folder: str, taken: str, ignored: str) -> None:
 def _find_in_folder(folder: Path) -> Path:
     """As transformers does: model.safetensors, else its index; without these, the only index or file."""
     names = _weight_files(folder)
-    whole, index = "model.safetensors", f"model{INDEX_SUFFIX}"
-    if whole in names and not (index in names and whole in read_index(folder / index).values()):
-        return folder / whole
+    single, index = "model.safetensors", f"model{INDEX_SUFFIX}"
+    if single in names and not (index in names and single in read_index(folder / index).values()):
+        return folder / single
     if index in names:
         return folder / index
     candidates = [name for name in names if name.endswith(INDEX_SUFFIX)] or names
@@ -397,7 +397,7 @@ def _find_in_folder(folder: Path) -> Path:
         return folder / candidates[0]
     if candidates:
         raise FileFormatError(
-            f"{folder}: has neither {whole} nor {index}, and {len(candidates)} others: "
+            f"{folder}: has neither {single} nor {index}, and {len(candidates)} others: "
             f"{', '.join(candidates[:6])}; pass the one you mean"
         )
     pickles = sorted(name for name in os.listdir(folder) if name.endswith(_PICKLE_SUFFIXES))

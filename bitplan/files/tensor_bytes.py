@@ -78,47 +78,47 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
             raise StoreError(f"{self.path}: tensor {name!r} has {rows} rows; rows {start} to {stop} are not among them")
         return self._read_exactly(f"tensor {name!r}", first + start * row_bytes, (stop - start) * row_bytes)
 
-    def _read_exactly(self, what: str, offset: int, nbytes: int) -> torch.Tensor:
+    def _read_exactly(self, label: str, offset: int, nbytes: int) -> torch.Tensor:
         """A fresh uint8 tensor with exactly these bytes of the file."""
         import torch
 
         buffer = torch.empty(nbytes, dtype=torch.uint8)
-        self._fill(buffer.numpy().data, what, offset)
+        self._fill(buffer.numpy().data, label, offset)
         return buffer
 
-    def _checksum(self, what: str, offset: int, nbytes: int) -> int:
+    def _checksum(self, label: str, offset: int, nbytes: int) -> int:
         """The CRC-32 of these bytes of the file, read a piece at a time; needs no torch."""
         checksum, buffer = 0, memoryview(bytearray(min(nbytes, CHECKSUM_PIECE)))
         for start in range(0, nbytes, CHECKSUM_PIECE):
             piece = buffer[: min(CHECKSUM_PIECE, nbytes - start)]
-            self._fill(piece, what, offset + start)
+            self._fill(piece, label, offset + start)
             checksum = zlib.crc32(piece, checksum)
         return checksum
 
-    def _read_bytes(self, what: str, offset: int, nbytes: int) -> bytes:
+    def _read_bytes(self, label: str, offset: int, nbytes: int) -> bytes:
         """The same as bytes, for headers: needs no torch."""
         buffer = bytearray(nbytes)
-        self._fill(memoryview(buffer), what, offset)
+        self._fill(memoryview(buffer), label, offset)
         return bytes(buffer)
 
-    def _fill(self, view: memoryview, what: str, offset: int) -> None:
+    def _fill(self, view: memoryview, label: str, offset: int) -> None:
         if self._is_closed:
-            raise StoreError(f"{self.path}: {what} was asked for after the file was closed")
+            raise StoreError(f"{self.path}: {label} was asked for after the file was closed")
         if not self._file.closed:
-            self._fill_from(self._file, view, what, offset)
+            self._fill_from(self._file, view, label, offset)
             return
         require_unchanged(self._stamps)
         with self.path.open("rb") as file:
-            self._fill_from(file, view, what, offset)
+            self._fill_from(file, view, label, offset)
 
-    def _fill_from(self, file: BinaryIO, view: memoryview, what: str, offset: int) -> None:
+    def _fill_from(self, file: BinaryIO, view: memoryview, label: str, offset: int) -> None:
         nbytes, done = len(view), 0
         while done < nbytes:
             got = self._read_at(file, view[done:], offset + done)
             if not got:
                 raise FileFormatError(
-                    f"{self.path}: {what} needs {nbytes} bytes at offset {offset}, the file ends after {done} of them; "
-                    "it is cut short: copy or download it again"
+                    f"{self.path}: {label} needs {nbytes} bytes at offset {offset}, the file ends after {done} of "
+                    "them; it is cut short: copy or download it again"
                 )
             done += got
 

@@ -215,11 +215,11 @@ def _by_patterns(
     return Plan({name: planned(name, tensor) for name, tensor in tensors.items()})
 
 
-def _keep_tensors(plan: Plan, tensors: Mapping[str, TensorSpec], kept: _Kept, pad: bool) -> Plan:
+def _keep_tensors(plan: Plan, tensors: Mapping[str, TensorSpec], stays: _Kept, pad: bool) -> Plan:
     """The plan, except that tensors stay which `keep` names, `only` does not name, or which are no floats."""
     entries = dict(plan.entries)
     for name, entry in plan.entries.items():
-        reason = kept.why(name)
+        reason = stays.why(name)
         cause: Cause = "kept"
         is_number = tensors[name].encoded or "float" in tensors[name].dtype
         if reason is None and entry.part is None and entry.stored is None and not is_number:
@@ -237,8 +237,8 @@ class _Kept:
         self.has_only = bool(only)
 
     def why(self, name: str) -> str | None:
-        if kept := self._keep.matching(name):
-            return f"kept by {kept[0]!r}"
+        if pattern := self._keep.matching(name):
+            return f"kept by {pattern[0]!r}"
         return "not among those that alone change" if self.has_only and not self.only.matching(name) else None
 
 
@@ -251,9 +251,9 @@ class _Rules(NamedTuple):
     def planned(self, name: str, tensor: TensorSpec) -> Planned:
         if not _is_float(tensor):
             return _stays(tensor, "other", NOT_FLOATS, "held")
-        kept = self.kept.why(name)
-        if kept is not None:
-            return _stays(tensor, guess_role(name), kept, "kept")
+        stays = self.kept.why(name)
+        if stays is not None:
+            return _stays(tensor, guess_role(name), stays, "kept")
         if asked := self.kept.only.matching(name):
             choice = Choice(self.wanted.name, f"matches {asked[0]!r}", cause="rule")
             return Planned(choice, tensor.shape, guess_role(name))

@@ -261,8 +261,8 @@ def _parse(regex: str) -> Any:
     return parsed
 
 
-def _refuse(what: str) -> NoReturn:
-    raise PatternError(f"cannot be matched in bounded time: {what} not allowed; use several simpler rules in its place")
+def _refuse(why: str) -> NoReturn:
+    raise PatternError(f"cannot be matched in bounded time: {why} not allowed; use several simpler rules in its place")
 
 
 def _letter_test(op: str, argument: Any) -> Test:
@@ -660,12 +660,12 @@ def _read_tag(reader: Reader, name: str, value: Any, document: Mapping[str, Any]
     return Tag(fmt.name, part, roles)
 
 
-def _known_format(reader: Reader, what: str, name: str) -> Format:
+def _known_format(reader: Reader, label: str, name: str) -> Format:
     try:
         return get_format(name)
     except FormatError:
         choices = [*_CASTS, *_SPLIT_TAGS, *(fmt.name for fmt in list_formats())]
-        reader.stop(f"{what}: {name[:80]!r} is not a format of bitplan's{did_you_mean(name[:80], choices)}")
+        reader.stop(f"{label}: {name[:80]!r} is not a format of bitplan's{did_you_mean(name[:80], choices)}")
 
 
 def _split_format(reader: Reader, path: str, document: Mapping[str, Any]) -> str:

@@ -163,8 +163,8 @@ class Frame:
         ]
         parts += [segment((self.px(value), base), (self.px(value), base + 4), "axis") for value, _ in self.x.ticks]
         for value, label in _roomy(self.x.ticks, self.px):
-            held = min(self.px(value), self.width - 4.2 * len(label))  # the last label stays within the picture
-            parts.append(text((held, base + 17), label, "middle"))
+            within = min(self.px(value), self.width - 4.2 * len(label))  # the last label stays within the picture
+            parts.append(text((within, base + 17), label, "middle"))
         parts += [segment((self.left, base), (end, base), "axis"), *self.marks]
         parts += [text(((self.left + end) / 2, self.height - 7), self.x.label, "middle", "name")]
         middle = (self.top + base) / 2

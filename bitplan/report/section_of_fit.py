@@ -78,12 +78,12 @@ def _sentence(result: RecordFields) -> str:
 def _facts(result: RecordFields) -> list[Fact]:
     plan, floor = result.fields("plan"), result.number("noise_floor", None)
     share = result.number("needed_bytes") / max(1, result.fields("goal").number("memory"))
-    known = plan.number("kl", None)
-    noise = "" if floor is None else beside_floor(plan.number("predicted") if known is None else known, floor)
-    label = "nats a token from the model" + ("" if known is not None else ", predicted")
+    measured = plan.number("kl", None)
+    noise = "" if floor is None else beside_floor(plan.number("predicted") if measured is None else measured, floor)
+    label = "nats a token from the model" + ("" if measured is not None else ", predicted")
     return [
         Fact(nbytes(result.number("needed_bytes")), f"of memory, {percent(share)} of the goal", _goal(result)),
-        Fact(significant(plan.number("predicted") if known is None else known), label, noise),
+        Fact(significant(plan.number("predicted") if measured is None else measured), label, noise),
     ]
 
 
@@ -114,8 +114,8 @@ def _memory_card(result: RecordFields) -> Markup:
         ("keys and values", plan.number("kv_bytes"), "k1"),
         ("workspace and overhead", result.fields("probe").number("nbytes"), "k7"),
     ]
-    left = max(0, memory - sum(size for _, size, _ in parts))
-    rows = [(name, size, nbytes(size), kind) for name, size, kind in (*parts, ("left", left, "k2"))]
+    unused = max(0, memory - sum(size for _, size, _ in parts))
+    rows = [(name, size, nbytes(size), kind) for name, size, kind in (*parts, ("left", unused, "k2"))]
     return card(f"What {nbytes(memory)} are for", bars(rows, "Parts of the memory", whole=memory))
 
 
@@ -211,12 +211,12 @@ def _colours(lines: Sequence[tuple[float, object]], goal: float) -> list[str]:
 
 def _measured(result: RecordFields) -> list[tuple[RecordFields, RecordFields]]:
     """The goal of every measured plan, and the plan: of this fit, and the plans of earlier ones for this target."""
-    here = [(result.fields("goal"), row) for row in result.each("measured")]
+    own_rows = [(result.fields("goal"), row) for row in result.each("measured")]
     earlier = chain.from_iterable([(one.fields("goal"), one.fields("plan"))] for one in _earlier(result))
     same = ("batch", "device", "target")
     goal = result.fields("goal").value
     others = [(where, row) for where, row in earlier if all(where.value.get(key) == goal[key] for key in same)]
-    return [(where, row) for where, row in (*here, *others) if row.number("kl", None) is not None]
+    return [(where, row) for where, row in (*own_rows, *others) if row.number("kl", None) is not None]
 
 
 def _earlier(result: RecordFields) -> list[RecordFields]:

@@ -99,8 +99,8 @@ def _now(start: RecordFields, steps: Sequence[RecordFields]) -> str:
     if not steps:
         return f"{sentence}; no step is done yet."
     latest = max(steps, key=lambda step: step.number("seconds"))
-    whole = latest.number("expected_seconds", None)
-    expected = "" if whole is None else f" of about {count(whole)}"
+    in_all = latest.number("expected_seconds", None)
+    expected = "" if in_all is None else f" of about {count(in_all)}"
     return (
         f"{sentence}: {latest.text('phase')}, {percent(_share(latest))}, after {count(latest.number('seconds'))}"
         f"{expected} seconds."
@@ -491,11 +491,11 @@ def _tables(result: RecordFields) -> Markup:
 
 def _unmeasured(result: RecordFields) -> Markup:
     """Plans without a search that were left to the prediction, by name."""
-    left = [
+    losing = [
         f"{row.text('label')} ({significant(row.number('nats'))} nats, {nbytes(row.number('bytes'))})"
         for row in (result.each("unmeasured") if "unmeasured" in result else ())
     ]
-    return tag("p", f"Not measured, for they are predicted to lose: {'; '.join(left)}.") if left else join([])
+    return tag("p", f"Not measured, for they are predicted to lose: {'; '.join(losing)}.") if losing else join([])
 
 
 def _groups(result: RecordFields) -> Markup:

@@ -81,7 +81,7 @@ def export(
     from bitplan.plan.format_choices import Wanted
     from bitplan.plan.manifest import open_manifest
 
-    if sum(given is not None for given in (fmt, manifest, plan)) > 1:
+    if sum(value is not None for value in (fmt, manifest, plan)) > 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan, or none: tensors stay as they are")
     if evidence is not None and scale_rule is not None:
         raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
@@ -89,20 +89,20 @@ def export(
         to = "compressed-tensors"
     if to is None and output.suffix != ".gguf":
         raise typer.BadParameter(f"give --to, for which engine {output} is: {', '.join(TARGETS)}")
-    given: Wanted = fmt or {}
+    formats: Wanted = fmt or {}
     proven = None
     if plan is not None and evidence is None:
         evidence = evidence_of_search(plan) if scale_rule is None else None
         proven = proven_otherwise(plan) if evidence is None else None
     if plan is not None:
-        given = Plan.load(plan)
+        formats = Plan.load(plan)
     elif manifest is not None:
-        given = open_manifest(manifest)
+        formats = open_manifest(manifest)
     prepared = prepare_export(
         ExportRequest(
             source,
             output,
-            given,
+            formats,
             keep or (),
             only or (),
             scale_rule,
@@ -149,11 +149,11 @@ def export(
         say(note)
     say(f"{len(report.rows)} tensors, {human_bytes(report.nbytes)}")
     if report.rounded:
-        held = {row.name: row for row in report.rows if row.name in report.rounded}
-        kinds_of = ", ".join(sorted({row.format for row in held.values()}))
-        numbers = sum(math.prod(row.shape) for row in held.values())
+        rounded = {row.name: row for row in report.rows if row.name in report.rounded}
+        kinds_of = ", ".join(sorted({row.format for row in rounded.values()}))
+        numbers = sum(math.prod(row.shape) for row in rounded.values())
         say(
-            f"rounded to {kinds_of}: {sum(report.rounded.values())} of {numbers} numbers in {len(held)} tensors; "
+            f"rounded to {kinds_of}: {sum(report.rounded.values())} of {numbers} numbers in {len(rounded)} tensors; "
             "--format float32 keeps every one as it is"
         )
 

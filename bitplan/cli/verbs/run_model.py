@@ -82,21 +82,21 @@ def generate(
         target = device or _device()
         lm = load_for_running(model, config=config, device=target, dtype=kind, inputs=inputs or AUTO, kv=kv)
 
-    def answer(given: str | list[Message]) -> Generated:
+    def answer(prompt: str | list[Message]) -> Generated:
         shown = (lambda _text: None) if as_json else _show_text
-        return generate_text(lm, given, most_tokens=most_tokens, sampling=sampling, on_text=shown)
+        return generate_text(lm, prompt, most_tokens=most_tokens, sampling=sampling, on_text=shown)
 
     if question is None:
         beginning = as_prompt(lm, "the first question", chat=True, system=system)
         _converse([message for message in beginning[:-1] if not isinstance(message, str)], answer)
         return
-    given = as_prompt(lm, question, chat=chat or (False if raw else None), system=system)
-    result = answer(given)
+    asked = as_prompt(lm, question, chat=chat or (False if raw else None), system=system)
+    result = answer(asked)
     if as_json:
-        show_json({"model": str(model), "prompt": question, "chat": given != question, **result.to_dict()})
+        show_json({"model": str(model), "prompt": question, "chat": asked != question, **result.to_dict()})
         return
     print()
-    _show_end(result, asked=given != question)
+    _show_end(result, asked=asked != question)
 
 
 def _standard_input() -> str:
@@ -228,8 +228,8 @@ def _check_model(model: Path, config: Path | None, kv: str | None = None) -> Non
     check_model_source(model, config)
     if model.is_file():
         open_tensors(model).close()
-    elif is_packed_config(given := read_config(model)):
-        read_packed_plan(model, given)
+    elif is_packed_config(document := read_config(model)):
+        read_packed_plan(model, document)
 
 
 def _device() -> str:

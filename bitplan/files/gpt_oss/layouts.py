@@ -219,8 +219,8 @@ def _plain_slots(
 ) -> Iterator[LayoutTensor]:
     prefix = "" if layer is None else f"{LAYER_PREFIX[layout]}{layer}."
     for name, group in groupby(parts, key=lambda part: str(getattr(part, layout))):
-        held = list(group)
-        names, shapes = tuple(part.name for part in held), [part.shape(shape) for part in held]
+        of_group = list(group)
+        names, shapes = tuple(part.name for part in of_group), [part.shape(shape) for part in of_group]
         kind: Kind
         sizes: tuple[int, ...]
         if names == ("gate_bias", "up_bias"):

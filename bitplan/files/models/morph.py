@@ -237,9 +237,9 @@ def _inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     first = ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input",)
     named = dict(zip(first, args, strict=False)) | kwargs
     if isinstance(module, nn.MultiheadAttention):
-        whole = module._qkv_same_embed_dim
+        joined = module._qkv_same_embed_dim
         met = {
-            ("in_proj_weight" if whole else f"{role[0]}_proj_weight", id(named[role])): named[role] for role in first
+            ("in_proj_weight" if joined else f"{role[0]}_proj_weight", id(named[role])): named[role] for role in first
         }
         yield from ((local, inputs, -1) for (local, _), inputs in met.items())
         return

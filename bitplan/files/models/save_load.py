@@ -169,11 +169,11 @@ def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, of_model: T
             )
         return
     if isinstance(item, Encoded):
-        holds, what = of_model.is_floating_point(), item.fmt.name
+        holds, kind = of_model.is_floating_point(), item.fmt.name
     else:
-        holds, what = _holds(of_model.dtype, item.dtype), str(item.dtype)
+        holds, kind = _holds(of_model.dtype, item.dtype), str(item.dtype)
     if not holds:
-        raise FileFormatError(f"{path}: {name!r} is {what}, which the model's {of_model.dtype} cannot hold exactly")
+        raise FileFormatError(f"{path}: {name!r} is {kind}, which the model's {of_model.dtype} cannot hold exactly")
 
 
 def _holds(of_model: torch.dtype, came: torch.dtype) -> bool:

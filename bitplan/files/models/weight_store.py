@@ -117,13 +117,13 @@ class EncodeOptions(TypedDict, total=False):
 
 def merge_options(recipe: EncodeOptions, options: EncodeOptions) -> EncodeOptions:
     """Given options (not None) replace remembered ones; a new rule drops remembered options that it would not use."""
-    given = {key: value for key, value in options.items() if value is not None}
+    stated = {key: value for key, value in options.items() if value is not None}
     merged: dict[str, object] = dict(recipe)
-    if "scale_rule" in given:
+    if "scale_rule" in stated:
         merged.pop("scale", None)
-        if given["scale_rule"] != "mse":
+        if stated["scale_rule"] != "mse":
             merged.pop("importance", None)
-    return cast(EncodeOptions, merged | given)
+    return cast(EncodeOptions, merged | stated)
 
 
 def same_options(one: EncodeOptions, two: EncodeOptions) -> bool:
@@ -509,21 +509,21 @@ class WeightStore:
         if self._refusal:
             raise StoreError(f"{self.name}: {self._refusal}")
 
-    def _need_master(self, what: str) -> Tensor:
+    def _need_master(self, action: str) -> Tensor:
         self._require_followed()
         master = self._master
         if master is None:
-            self._refuse(f"cannot {what}: there is no master")
+            self._refuse(f"cannot {action}: there is no master")
         return master
 
-    def _refuse(self, what: str) -> NoReturn:
+    def _refuse(self, problem: str) -> NoReturn:
         names = ", ".join(sorted(self.versions)) or "none"
         step = "unpack one of them to make a master" if self._master is None else "morph first"
-        raise StoreError(f"{self.name}: {what} (versions: {names}); {step}")
+        raise StoreError(f"{self.name}: {problem} (versions: {names}); {step}")
 
-    def _check_shape(self, what: str, tensor: Tensor) -> None:
+    def _check_shape(self, label: str, tensor: Tensor) -> None:
         if tuple(tensor.shape) != self.shape:
-            raise StoreError(f"{self.name}: the {what} has shape {tuple(tensor.shape)}, the weight {self.shape}")
+            raise StoreError(f"{self.name}: the {label} has shape {tuple(tensor.shape)}, the weight {self.shape}")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """The copy has its own master (that of the copied module) and shares the versions, which nobody writes to."""

@@ -55,8 +55,8 @@ def _four_bits(folder: QuantizedFolder, name: str, state_name: str, kind: str) -
     shape, size, nested = tuple(state["shape"]), state["blocksize"], state.get("nested_blocksize")
     count, codes = math.prod(shape), folder.checkpoint.tensors.get(name)
     if codes is None or codes.nbytes != -(-count // 2) or not count:
-        held = "none" if codes is None else codes.nbytes
-        folder.stop(name, f"{list(shape)} numbers of 4 bits take {-(-count // 2)} bytes, the file has {held}")
+        stored = "none" if codes is None else codes.nbytes
+        folder.stop(name, f"{list(shape)} numbers of 4 bits take {-(-count // 2)} bytes, the file has {stored}")
     parts, blocks = [name, state_name, f"{name}.quant_map", f"{name}.absmax"], -(-count // size)
     folder.part(f"{name}.quant_map", ("float32",), (16,), of=name)
     folder.part(f"{name}.absmax", ("float32" if nested is None else "uint8",), (blocks,), of=name)

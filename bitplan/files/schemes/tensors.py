@@ -116,7 +116,7 @@ class QuantizedFolder:
     def setting(self, key: str, default: Any, *allowed: Any) -> Any:
         """A key of the config that must have one of these values."""
         value = self.settings.get(key, default)
-        if not any(type(value) is type(known) and value == known for known in allowed):
+        if not any(type(value) is type(choice) and value == choice for choice in allowed):
             self.refuse(f"config.json: quantization_config: {key} is {show(value)}, not {allowed}")
         return value
 
@@ -166,8 +166,8 @@ class SchemeTensors(TensorFile):
         ]
 
     def read(self, name: str) -> Tensor | Encoded:
-        known = self.spec(name).name
-        return self._weights[known].read() if known in self._weights else self._checkpoint.read(known)
+        stored_name = self.spec(name).name
+        return self._weights[stored_name].read() if stored_name in self._weights else self._checkpoint.read(stored_name)
 
     def decode_where(self, fault: Callable[[Format], str | None]) -> None:
         """From now on decode weights whose format has a fault, to the type of the model."""
@@ -188,10 +188,10 @@ class SchemeTensors(TensorFile):
         specs = {name: entry for name, entry in tensors.items() if name not in parts}
         for name, weight in self._weights.items():
             nbytes = sum(tensors[part].nbytes // parts[part] for part in weight.parts)  # experts share theirs
-            held = weight.label if weight.label == weight.dtype else f"{self.kind}:{weight.label}"
+            label = weight.label if weight.label == weight.dtype else f"{self.kind}:{weight.label}"
             encoded = weight.format is not None
             dtype = "float32" if encoded else weight.dtype
-            fmt = weight.format or held
+            fmt = weight.format or label
             specs[name] = TensorSpec(name, weight.shape, dtype, format=fmt, nbytes=nbytes, encoded=encoded)
         self.specs = dict(sorted(specs.items()))
 

@@ -88,8 +88,8 @@ def product_of(module: nn.Module) -> LinearUse | None:
             return None
         if len(adds) > 1 or any(parts.graph.before_bias(step) is None for step in adds):
             return None
-        wanted = "bias" if module._parameters.get("bias") is not None else None
-        return uses[0] if uses[0].bias == wanted else None
+        bias = "bias" if module._parameters.get("bias") is not None else None
+        return uses[0] if uses[0].bias == bias else None
     return None
 
 
@@ -120,7 +120,7 @@ def scale_of_rows(table: nn.Module) -> float | None:
         return 1.0 if recording.outputs == (tables[0].output,) else None
     if len(steps) != 2 or steps[1].name != "mul" or recording.outputs != steps[1].outputs:
         return None
-    factors = [given for given in steps[1].args if isinstance(given, float | int)]
+    factors = [factor for factor in steps[1].args if isinstance(factor, float | int)]
     named = [graph.values[graph.uncast(value)].names for value in steps[1].inputs if value != tables[0].output]
     if named and len(named[0]) == 1:
         name = named[0][0]
@@ -178,8 +178,8 @@ def experts_of(module: nn.Module) -> ExpertsUse | None:
         return None
     forward = type(module).forward  # a class may be patched after a module of it was seen
     if module not in _experts_seen or _experts_seen[module][0] is not forward:
-        seen = ((other, use) for other, (ran, use) in _experts_seen.items() if ran is forward and other is not module)
-        alike = next((use for other, use in seen if _is_same_code(other, module)), None)
+        others = ((other, use) for other, (ran, use) in _experts_seen.items() if ran is forward and other is not module)
+        alike = next((use for other, use in others if _is_same_code(other, module)), None)
         _experts_seen[module] = forward, alike or _see_experts(module)
     return _experts_seen[module][1]
 
@@ -195,13 +195,13 @@ def _is_same_code(one: nn.Module, other: nn.Module) -> bool:
         settings.append({key: value for key, value in vars(module).items() if key not in ("_parameters", "_modules")})
     if layouts[0] != layouts[1] or settings[0].keys() != settings[1].keys():
         return False
-    for value, there in zip(settings[0].values(), map(settings[1].__getitem__, settings[0]), strict=True):
-        if value is not there and (type(value) not in _PLAIN or value != there):
+    for value, theirs in zip(settings[0].values(), map(settings[1].__getitem__, settings[0]), strict=True):
+        if value is not theirs and (type(value) not in _PLAIN or value != theirs):
             return False
     inner = zip(one._modules.values(), other._modules.values(), strict=True)
     return all(
-        part is there or (part is not None and there is not None and _is_same_code(part, there))
-        for part, there in inner
+        part is theirs or (part is not None and theirs is not None and _is_same_code(part, theirs))
+        for part, theirs in inner
     )
 
 
@@ -248,12 +248,13 @@ def _experts_in(module: nn.Module, recording: Recording, parts: Recogniser) -> E
     if len(uses) != 1 or len(parts.linears) != 2 * len(parts.gated):
         return ExpertsUse(fault="its experts are not down(act(gate(x)) * up(x)) with gate and up in one matrix")
     use = uses.pop()
-    held = {name for name, weight in module._parameters.items() if weight is not None}
+    weights = {name for name, weight in module._parameters.items() if weight is not None}
     read = {name for name in (use.gate_up, use.down, use.gate_up_bias, use.down_bias) if name is not None}
     if use.activation != "other" and any(mlp.gate_part for mlp in parts.gated):
         return replace(use, fault=f"{use.gate_up} has the rows of up before those of gate")
-    if held != read:
-        return replace(use, fault=f"it holds {', '.join(sorted(held - read))} beside its experts' weights and biases")
+    if weights != read:
+        beside = ", ".join(sorted(weights - read))
+        return replace(use, fault=f"it holds {beside} beside its experts' weights and biases")
     counts = [len(module.get_parameter(name)) for name in use.weights]
     if len(set(counts)) > 1:
         return replace(use, fault=f"{use.gate_up} has {counts[0]} matrices, and {use.down} {counts[1]}")
@@ -327,10 +328,10 @@ def _view(model: nn.Module, recording: Recording) -> ModelView:
                 for step, value in graph.final_readers(linear.source)
                 if step.index not in parts.linears or parts.linears[step.index].input != value
             ]
-    seen: dict[int, dict[str, None]] = {}
+    paths_by_value: dict[int, dict[str, None]] = {}
     for call in recording.calls:
         for value in (*call.inputs, *call.outputs):
-            seen.setdefault(value, {})[call.path] = None
+            paths_by_value.setdefault(value, {})[call.path] = None
     return ModelView(
         source=TRACED,
         tensors=_tensors(model, recording, parts),
@@ -349,7 +350,7 @@ def _view(model: nn.Module, recording: Recording) -> ModelView:
         notes=tuple(recording.notes),
         producers=_producers(graph, parts),
         others={value: tuple(dict.fromkeys(readers)) for value, readers in others.items()},
-        seen_by={value: tuple(paths) for value, paths in seen.items()},
+        seen_by={value: tuple(paths) for value, paths in paths_by_value.items()},
         calls=_single_calls(graph),
         fed_by=_fed_by(graph, parts),
     )
@@ -406,15 +407,15 @@ def _producers(graph: Any, parts: Recogniser) -> dict[int, str]:
     """Who made the values that projections read: a part by its path, else a function and its module."""
     from bitplan.plan.structure.recognise import describe_step
 
-    known = {norm.output: norm.path for norm in parts.norms}
-    known |= {part.output: part.path for part in (*parts.linears.values(), *parts.embeddings, *parts.convolutions)}
+    paths = {norm.output: norm.path for norm in parts.norms}
+    paths |= {part.output: part.path for part in (*parts.linears.values(), *parts.embeddings, *parts.convolutions)}
     producers: dict[int, str] = {}
     for linear in parts.linears.values():
         value = linear.source
         if value < 0:
             producers[value] = "attention"
-        elif value in known:
-            producers[value] = known[value]
+        elif value in paths:
+            producers[value] = paths[value]
         else:
             step = graph.maker(value)
             producers[value] = "the model's input" if step is None else describe_step(step)
@@ -426,19 +427,19 @@ def _tensors(model: nn.Module, recording: Recording, parts: Recogniser) -> tuple
 
     roles, others = parameter_roles(parts), roles_by_function(parts.graph)
     names: dict[int, list[str]] = {}
-    held = [*model.named_parameters(remove_duplicate=False), *recording.packed.items()]
-    for name, parameter in held:
+    parameters = [*model.named_parameters(remove_duplicate=False), *recording.packed.items()]
+    for name, parameter in parameters:
         names.setdefault(id(parameter), []).append(name)
     records = []
-    for name, parameter in held:
+    for name, parameter in parameters:
         same = names[id(parameter)]
         path = name.rpartition(".")[0]
         missing = (
             UNKNOWN
-            if any(known == "" or path == known or path.startswith(f"{known}.") for known in recording.unknown)
+            if any(top == "" or path == top or path.startswith(f"{top}.") for top in recording.unknown)
             else UNUSED
         )
-        role = next((known[other] for known in (roles, others) for other in (name, *same) if other in known), missing)
+        role = next((table[other] for table in (roles, others) for other in (name, *same) if other in table), missing)
         records.append(
             TensorRecord(
                 name,

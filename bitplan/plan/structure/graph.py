@@ -64,8 +64,8 @@ class Graph:
         return step.args[position] if len(step.args) > position else step.kwargs.get(name)
 
     def value_at(self, step: Step, position: int, name: str) -> int | None:
-        given = self.argument(step, position, name)
-        return given.value if isinstance(given, Ref) else None
+        argument = self.argument(step, position, name)
+        return argument.value if isinstance(argument, Ref) else None
 
     def is_dropout_of_nothing(self, step: Step) -> bool:
         """Whether a step is a dropout that leaves every number, in training too."""
@@ -139,8 +139,8 @@ class Graph:
         while value is not None:
             step = self.maker(value)
             if step is None:
-                known = self.values[value]
-                return ReadWeight(value, turned, item, whole) if known.is_parameter else None
+                source = self.values[value]
+                return ReadWeight(value, turned, item, whole) if source.is_parameter else None
             if self._picks_matrices(step):
                 value = step.inputs[0]
                 continue
@@ -187,13 +187,13 @@ class Graph:
         names: dict[str, None] = {}
         waiting = [value]
         for count, index in enumerate(each_once(waiting)):
-            known, step = self.values[index], self.maker(index)
-            if count == 200 or (step is not None and step.name == "unknown") or (step is None and not known.names):
+            value_, step = self.values[index], self.maker(index)
+            if count == 200 or (step is not None and step.name == "unknown") or (step is None and not value_.names):
                 return ()
             if step is not None:
                 waiting += step.inputs
-            elif known.is_parameter:
-                names[known.names[0]] = None
+            elif value_.is_parameter:
+                names[value_.names[0]] = None
         return tuple(names)
 
     def derives_from(self, value: int, ancestor: int, through: Iterable[int]) -> bool:
@@ -276,26 +276,26 @@ class Graph:
 
     def _share(self, step: Step, value: int) -> tuple[int, int, bool, int] | None:
         """Read a step that cuts equal shares out of a last dimension: number, count, alternating or not, of what."""
-        whole, got = self.values[step.inputs[0]].shape, self.values[value].shape
-        if step.name in ("getitem", "unbind", "select") and len(whole) == len(got) + 1:
+        shape, got = self.values[step.inputs[0]].shape, self.values[value].shape
+        if step.name in ("getitem", "unbind", "select") and len(shape) == len(got) + 1:
             return self._picked_share(step, value)
-        if len(step.inputs) != 1 or len(whole) != len(got) or not got or not got[-1] or whole[-1] % got[-1]:
+        if len(step.inputs) != 1 or len(shape) != len(got) or not got or not got[-1] or shape[-1] % got[-1]:
             return None
-        count = whole[-1] // got[-1]
+        count = shape[-1] // got[-1]
         if step.name in ("chunk", "split", "tensor_split", "split_with_sizes"):
             dims = step.kwargs.get("dim", step.args[2] if len(step.args) > 2 else 0)
             sizes = {self.values[output].shape for output in step.outputs}
-            if dims not in (-1, len(whole) - 1) or len(sizes) != 1:
+            if dims not in (-1, len(shape) - 1) or len(sizes) != 1:
                 return None
             return step.outputs.index(value), count, False, step.inputs[0]
         if step.name == "getitem":
             picked = step.args[1] if isinstance(step.args[1], tuple) else (step.args[1],)
             last = picked[-1]
-            if not isinstance(last, slice) or (len(picked) < len(whole) and Ellipsis not in picked):
+            if not isinstance(last, slice) or (len(picked) < len(shape) and Ellipsis not in picked):
                 return None
             if any(item not in (slice(None), Ellipsis) for item in picked[:-1]):
                 return None
-            start, stop, stride = last.indices(whole[-1])
+            start, stop, stride = last.indices(shape[-1])
             if stride == count and start < count:
                 return start, count, True, step.inputs[0]
             if stride == 1 and stop - start == got[-1] and start % got[-1] == 0:
@@ -337,18 +337,18 @@ class Graph:
             waiting += step.inputs if step.name in POINTWISE else step.inputs[:1]
         return slots, between
 
-    def replay(self, value: int, given: Callable[[int], Tensor | None]) -> Tensor | None:
+    def replay(self, value: int, value_of: Callable[[int], Tensor | None]) -> Tensor | None:
         """Compute a value anew from others, in float64 and without its casts and dropouts."""
-        if (tensor := given(value)) is not None:
+        if (tensor := value_of(value)) is not None:
             return tensor
         step = self.maker(value)
         if step is None:
             return None
         if step.name in CASTS or step.name in DROPOUTS or self.is_same_numbers(step):
-            return self.replay(step.inputs[0], given)
+            return self.replay(step.inputs[0], value_of)
         tensors: dict[int, Tensor] = {}
         for index in step.inputs:
-            tensor = self.replay(index, given)
+            tensor = self.replay(index, value_of)
             if tensor is None:
                 return None
             tensors[index] = tensor

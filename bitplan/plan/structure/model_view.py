@@ -387,11 +387,11 @@ class ModelView:
 
     def shown_parts(self) -> list[tuple[str, WeightUse]]:
         """Name the parts for a reader, in the order of the run; blocks that compute the same are shown once."""
-        rows, seen = [], set()
+        rows, shown = [], set()
         for part in sorted((part for parts in self.parts.values() for part in parts), key=lambda part: part.step):
             block, name = self.block_of(part.path), part.shown_path
-            if (not block or block in self._shown_blocks) and (name, type(part)) not in seen:
-                seen.add((name, type(part)))
+            if (not block or block in self._shown_blocks) and (name, type(part)) not in shown:
+                shown.add((name, type(part)))
                 rows.append((self._shown(name), part))
         return rows
 
@@ -436,8 +436,8 @@ class ModelView:
 
     def watchers(self, *values: int) -> tuple[str, ...]:
         """Modules with hooks or a forward of somebody else's that take or give one of these values."""
-        seen = (path for value in values for path in self.seen_by.get(value, ()))
-        return tuple(dict.fromkeys(path for path in seen if path in self.changed))
+        paths = (path for value in values for path in self.seen_by.get(value, ()))
+        return tuple(dict.fromkeys(path for path in paths if path in self.changed))
 
     def gated_mlps(self) -> tuple[GatedMlpUse, ...]:
         return self.gated

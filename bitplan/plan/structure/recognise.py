@@ -206,14 +206,14 @@ class Products:
         at = self.graph.value_at
         query, key, value = at(step, 0, "query"), at(step, 1, "key"), at(step, 2, "value")
         joined = query if query == key == value else None
-        given = [
+        products = [
             (joined, at(step, 5, "in_proj_weight"), at(step, 6, "in_proj_bias"), "qkv"),
             (query, at(step, 18, "q_proj_weight"), None, "query"),
             (key, at(step, 19, "k_proj_weight"), None, "key"),
             (value, at(step, 20, "v_proj_weight"), None, "value"),
             (step.outputs[0], at(step, 11, "out_proj_weight"), at(step, 12, "out_proj_bias"), "attention_output"),
         ]
-        for number, (source, weight, bias, role) in enumerate(given):
+        for number, (source, weight, bias, role) in enumerate(products):
             if source is None or weight is None:
                 continue
             self._add_linear(step, source, weight, bias, columns=False)
@@ -237,12 +237,12 @@ class Products:
         read = self.graph.weight(table)
         if read is None or self.graph.values[index].dtype.is_floating_point:
             return
-        known = self.graph.values[read.value]
-        if len(known.shape) != 2:
+        matrix = self.graph.values[read.value]
+        if len(matrix.shape) != 2:
             return
         name, by = self.graph.name_of(read, step.module), "input" if self._comes_from_input(index) else "positions"
         self.embeddings.append(
-            EmbeddingUse(holder(name), step.module, index, step.outputs[0], step.index, name, known.shape, by)
+            EmbeddingUse(holder(name), step.module, index, step.outputs[0], step.index, name, matrix.shape, by)
         )
 
     def _comes_from_input(self, value: int) -> bool:
@@ -302,8 +302,8 @@ class Norms:
         bias = graph.weight(graph.value_at(step, at[1], "bias")) if at[1] is not None else None
         if value is None:
             return
-        given = graph.argument(step, 1, "normalized_shape")
-        size = tuple(given) if isinstance(given, list | tuple) else (graph.values[value].shape[-1],)
+        shape = graph.argument(step, 1, "normalized_shape")
+        size = tuple(shape) if isinstance(shape, list | tuple) else (graph.values[value].shape[-1],)
         eps = graph.argument(step, at[2], "eps") if at[2] is not None else None
         eps = eps if isinstance(eps, float) else None
         self._add(step, value, step.outputs[0], weight, bias, kind=step.name, eps=eps, size=size)
@@ -488,12 +488,12 @@ class Recogniser:
             return
         numbers = {slot: sample(64, seed) for seed, slot in enumerate(slots)}
 
-        def given(index: int) -> Any:
+        def numbers_of(index: int) -> Any:
             slot = graph.slot(index, self.linears)
             return numbers.get(slot) if slot is not None else None
 
         try:
-            result = graph.replay(value, given)
+            result = graph.replay(value, numbers_of)
         except (RuntimeError, TypeError, ValueError):  # a step that wants the shapes of the run
             result = None
         casts = any(graph.is_cast(graph.steps[index]) for index in between)
@@ -612,12 +612,12 @@ class Recogniser:
             if role is None or role == "up":
                 role = self._router_or_head(linear, parts) or role
             self.linears[key] = replace(linear, role=role or "linear")
-        known = self.linears
+        linears = self.linears
         self.gated = [
-            replace(mlp, gate=known[mlp.gate.step], up=known[mlp.up.step], down=known[mlp.down.step])
+            replace(mlp, gate=linears[mlp.gate.step], up=linears[mlp.up.step], down=linears[mlp.down.step])
             for mlp in self.gated
         ]
-        self.plain = [replace(mlp, up=known[mlp.up.step], down=known[mlp.down.step]) for mlp in self.plain]
+        self.plain = [replace(mlp, up=linears[mlp.up.step], down=linears[mlp.down.step]) for mlp in self.plain]
 
     def _router_or_head(self, linear: LinearUse, parts: set[int]) -> str | None:
         choices = {step.index for step in self.graph.steps if step.name in _CHOICES}
@@ -663,10 +663,10 @@ def roles_by_function(graph: Graph) -> dict[str, str]:
     roles: dict[str, str] = {}
     for step in graph.steps:
         for value in step.inputs:
-            known = graph.values[value]
-            if known.is_parameter and known.names:
+            parameter = graph.values[value]
+            if parameter.is_parameter and parameter.names:
                 word = {"add": "bias", "sub": "bias", "mul": "scale"}.get(step.name, "other")
-                roles.setdefault(known.names[0], word)
+                roles.setdefault(parameter.names[0], word)
     return roles
 
 

@@ -225,11 +225,11 @@ class _Recorder(TorchFunctionMode):
     ) -> Tensor:
         """A value of the shape of the module's input, made by nothing that was seen; without one the error stands."""
         self.unknown.setdefault(call.path, _reason(error))
-        given = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.is_floating_point()]
-        if call.parent is None or not given:
+        floats = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.is_floating_point()]
+        if call.parent is None or not floats:
             raise error
         with torch._C.DisableTorchFunction():
-            output = torch.empty_like(given[0], device="meta")
+            output = torch.empty_like(floats[0], device="meta")
         step = self._add_step("unknown", module.forward, args, kwargs, output)
         assert step is not None
         return output
@@ -277,8 +277,8 @@ class _Recorder(TorchFunctionMode):
         maker = None if step is None else self.steps[step]
         if maker is None or maker.name != "ge" or len(maker.inputs) != 1 or not self._stack:
             return False
-        held = self.model.get_submodule(self.calls[self._stack[-1]].path)._parameters.values()
-        return maker.args[1] in {len(weight) for weight in held if weight is not None and weight.ndim == 3}
+        parameters = self.model.get_submodule(self.calls[self._stack[-1]].path)._parameters.values()
+        return maker.args[1] in {len(weight) for weight in parameters if weight is not None and weight.ndim == 3}
 
     def _compute(self, name: str, func: Any, tensors: list[Tensor], before: list[int], args: Any, kwargs: Any) -> Any:
         """What a function gives; a few give errors without numbers that they do not give with them."""
@@ -303,8 +303,8 @@ class _Recorder(TorchFunctionMode):
         self, name: str, func: Any, args: Any, kwargs: Any, output: Any, written: list[Tensor] | None = None
     ) -> Step | None:
         tensors = _tensors_in((args, kwargs))
-        known = {id(tensor) for tensor in tensors}
-        new = [tensor for tensor in _tensors_in(output) if id(tensor) not in known]
+        before = {id(tensor) for tensor in tensors}
+        new = [tensor for tensor in _tensors_in(output) if id(tensor) not in before]
         if not new and not written:
             return None
         args, kwargs = _map_tensors(lambda tensor: Ref(self._value(tensor)), (args, kwargs))
@@ -364,12 +364,12 @@ class _Recorder(TorchFunctionMode):
     def _with_twins(self, args: Any, kwargs: Any, *, indexed: bool) -> tuple[Any, Any]:
         args, kwargs = _map_tensors(self._twin, (args, kwargs))
         if indexed and args and isinstance(args[0], Tensor):  # an index may have numbers where the tensor has none
-            whole, *rest = args
-            if len(rest) > 1 and isinstance(rest[1], Tensor) and _has_no_numbers(whole):
+            first, *rest = args
+            if len(rest) > 1 and isinstance(rest[1], Tensor) and _has_no_numbers(first):
                 rest[1] = self._without_numbers(rest[1])
             if any(_has_no_numbers(tensor) for tensor in _tensors_in(rest)):
-                whole = self._without_numbers(whole)
-            return (whole, *rest), kwargs
+                first = self._without_numbers(first)
+            return (first, *rest), kwargs
         if any(_has_no_numbers(tensor) for tensor in _tensors_in((args, kwargs))):
             args, kwargs = _map_tensors(self._without_numbers, (args, kwargs))
         return args, kwargs
@@ -489,7 +489,7 @@ def _layout_of(tree: Any) -> Any:
 
 def _type_asked_for(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.dtype:
     """The type of a move to a device or another tensor's place: its own where the call names none."""
-    asked = [given for given in (*args[1:], *kwargs.values()) if isinstance(given, torch.dtype)]
+    asked = [argument for argument in (*args[1:], *kwargs.values()) if isinstance(argument, torch.dtype)]
     return asked[0] if asked else tensors[-1].dtype
 
 

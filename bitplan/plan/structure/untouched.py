@@ -77,7 +77,7 @@ class _AllSeenError(Exception):
     """Raised to stop a model once all inputs are recorded."""
 
 
-def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inputs, inputs: dict[str, Inputs]) -> None:
+def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], shown: Inputs, inputs: dict[str, Inputs]) -> None:
     """Run a model without its hooks, and put what it gives to these modules into `inputs`."""
     by_module = {id(model.get_submodule(path)): path for path in paths}
 
@@ -90,7 +90,7 @@ def record_inputs(model: nn.Module, root: nn.Module, paths: set[str], given: Inp
         return own_forward(module)(*args, **kwargs)
 
     with contextlib.suppress(_AllSeenError), calls_through(call):
-        root(*given[0], **given[1])
+        root(*shown[0], **shown[1])
 
 
 def copied_inputs(inputs: Inputs) -> Inputs:
@@ -113,14 +113,14 @@ def copied_inputs(inputs: Inputs) -> Inputs:
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
     """Put back what a forward writes into its modules: attributes, and the items of their dicts, lists and sets."""
-    kept: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
+    saved: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
     for module in model.modules():
         holds = [(value, value.copy()) for value in module.__dict__.values() if type(value) in (dict, list, set)]
-        kept.append((module.__dict__, dict(module.__dict__), holds))
+        saved.append((module.__dict__, dict(module.__dict__), holds))
     try:
         yield
     finally:
-        for attributes, before, holds in kept:
+        for attributes, before, holds in saved:
             if attributes.keys() != before.keys() or any(attributes[name] is not before[name] for name in before):
                 attributes.clear()
                 attributes.update(before)
@@ -220,11 +220,11 @@ def _from_config(model: nn.Module, config: Any) -> Iterator[Example]:
     if main == "input_ids" and isinstance(size, int):
         lengths = (TOKENS, 64, 256)
         for length in lengths:
-            given: dict[str, Any] = {"input_ids": _ids(size, length)}
+            keywords: dict[str, Any] = {"input_ids": _ids(size, length)}
             if "decoder_input_ids" in taken and getattr(config, "is_encoder_decoder", False):
-                given["decoder_input_ids"] = _ids(size, length)
-            yield (), given | ({"use_cache": False} if "use_cache" in taken else {})
-            yield (), given
+                keywords["decoder_input_ids"] = _ids(size, length)
+            yield (), keywords | ({"use_cache": False} if "use_cache" in taken else {})
+            yield (), keywords
     if main == "pixel_values":
         for pixels in _pixels(config):
             yield (), {"pixel_values": pixels}
@@ -232,10 +232,10 @@ def _from_config(model: nn.Module, config: Any) -> Iterator[Example]:
         bins = _setting(config, "num_mel_bins", "input_dim", "feature_size") or 80
         frames = 2 * (_setting(config, "max_source_positions") or 32)
         for shape in ((1, bins, frames), (1, frames, bins)):
-            given = {"input_features": torch.zeros(shape)}
+            keywords = {"input_features": torch.zeros(shape)}
             if "decoder_input_ids" in taken and isinstance(size, int):
-                given["decoder_input_ids"] = _ids(size)
-            yield (), given | ({"use_cache": False} if "use_cache" in taken else {})
+                keywords["decoder_input_ids"] = _ids(size)
+            yield (), keywords | ({"use_cache": False} if "use_cache" in taken else {})
     if main == "input_values":
         yield (), {"input_values": torch.zeros(1, 4000)} | settings
         yield (), {"input_values": torch.zeros(1, _setting(config, "audio_channels", "num_channels") or 1, 4000)}
