@@ -76,7 +76,7 @@ def split_columns(columns: Sequence[TextColumn], width: int) -> list[list[TextCo
 
 
 def _telling_apart(columns: Sequence[TextColumn], width: int) -> list[TextColumn]:
-    """As many columns, from the first, as make all rows differ; only the first if those are too wide."""
+    """Choose as many columns, from the first, as make all rows differ; only the first if those are too wide."""
     chosen: list[TextColumn] = []
     for column in columns:
         if len(set(column.cells)) > 1:
@@ -139,7 +139,7 @@ def shorten(name: str, width: int) -> str:
 
 
 def _pieces(word: str) -> list[str]:
-    """Where a name may be divided; a figure such as 0.25 is one piece."""
+    """Divide a name where it may be divided; a figure such as 0.25 is one piece."""
     if len(word) <= WHOLE_WORD or _NUMBER.fullmatch(word):
         return [word]
     pieces = _BREAK.split(word)

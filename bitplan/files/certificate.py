@@ -205,7 +205,7 @@ def written_plan(plan: Plan, written: Mapping[str, tuple[str | None, str]], tied
 
 
 def part_seals(count: int) -> list[str]:
-    """Where the hashes of the other parts of a split file come, in the certificate in its first part."""
+    """Make what stands in the first part's certificate until the hashes of the other parts are known."""
     return [f"sha256-of-part-{number:05d}".ljust(64, "=") for number in range(2, count + 1)]
 
 

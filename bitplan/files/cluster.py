@@ -102,7 +102,7 @@ class Cluster(Closing):
     def map_in_files(
         self, prepare: Callable[[], Maker], jobs: Iterable[Job]
     ) -> Iterator[tuple[Any, Iterator[tuple[str, Tensor]]]]:
-        """As `map`, of answers `InFiles`: the facts, and tensors by name, each fetched when it is asked for.
+        """Map to answers `InFiles`: yield their facts, and tensors by name, each fetched when it is asked for.
 
         They are asked for before the next answer is. Where a worker ended that had some, its job is done again.
         """

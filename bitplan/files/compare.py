@@ -55,7 +55,7 @@ class Agreement:
         return (False, 0.0) if math.isnan(self.sqnr_db) else (True, self.sqnr_db)
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON, which has no infinity: the SQNR of equal tensors is null."""
+        """Give the values for JSON, which has no infinity: the SQNR of equal tensors is null."""
         values = asdict(self)
         return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in values.items()}
 

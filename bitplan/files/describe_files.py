@@ -54,7 +54,7 @@ def describe(model: nn.Module | str | Path, example: Any = None) -> ModelView:
 
 
 def describe_tensors(specs: Sequence[TensorSpec], folder: Path, example: Any = None) -> ModelView:
-    """The same of tensors by the names that a folder's config has for them; `joined` has names of theirs alone."""
+    """Describe the tensors of a file whose model is in a folder's config; `joined` has names of the file alone."""
     named = view_by_names((spec.name, tuple(spec.shape), spec.format) for spec in specs)
     try:
         view = describe_module(empty_model(folder), example)

@@ -213,7 +213,7 @@ class GGUFFile(ContainerFile[GGUFTensor]):
         self.certificate = take_certificate(self.metadata)
 
     def _read_checksums(self, start: int, stop: int) -> dict[str, int]:
-        """Those that the metadata have for this list of tensors, which lies at these bytes of the header."""
+        """Read the checksums in the metadata of this list of tensors, which lies at these bytes of the header."""
         stored = self.metadata.pop(CHECKSUMS, None)
         if stored is None:
             return {}

@@ -44,7 +44,7 @@ class ImatrixFile(EvidenceFile):
         return {key.removesuffix(SUMS) for key in self._gguf.tensors if key.endswith(SUMS)}
 
     def moments(self, name: str, expert: int | None = None) -> Tensor | None:
-        """Of one expert, or of all together, as also where no input reached the expert."""
+        """Read mean squares of one expert's inputs; of all experts' where none is named, or it had no inputs."""
         if name not in self.names:
             return None
         sums, counts = (self._numbers(name + part) for part in (SUMS, COUNTS))

@@ -108,7 +108,7 @@ _OLD_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 
 
 def register_container(container: Container) -> None:
-    """From now on open files of this kind, and write them to paths with its suffix."""
+    """Open files of this kind from now on, and write them to paths with its suffix."""
     if not isinstance(container, Container):
         raise StoreError(f"register_container takes a Container, got a {type(container).__name__}")
     if not container.suffix.startswith(".") or container_for(Path(f"x{container.suffix}")):
@@ -122,7 +122,7 @@ def container_for(path: str | Path) -> Container | None:
 
 
 def require_container(path: str | Path) -> Container:
-    """The same, or an error that lists the known suffixes."""
+    """Give the container that a path's suffix names; if there is none, the error lists the known suffixes."""
     container = container_for(path)
     if container is None:
         suffixes = ", ".join(container.suffix for container in CONTAINERS)

@@ -306,12 +306,12 @@ def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tupl
 
 
 def shapes_of_transposed(file: TensorFile) -> dict[str, tuple[int, ...]]:
-    """The same for a file of any kind: none where it is no model's folder."""
+    """Give the transposed tensors' shapes for a file of any kind: none where it is no model's folder."""
     return packed_shapes(file, read_config(file.folder)) if is_model_folder(file.folder) else {}
 
 
 def plan_with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:
-    """The same plan with other shapes for some of its tensors."""
+    """Copy a plan with other shapes for some of its tensors."""
     changed = {name: replace(plan.entries[name], shape=shapes[name]) for name in names if name in plan.entries}
     return Plan({**plan.entries, **changed}, padding=plan.padding) if changed else plan
 

@@ -182,7 +182,7 @@ def _interleaved(file: GGUFTensors, name: str, fmt: Format, shape: tuple[int, ..
 
 
 def _opaque(file: GGUFTensors | NativeTensors, name: str, fmt: Format, shape: tuple[int, ...]) -> PackedTensor:
-    """For blocks that hold their own scales: reads bytes of some rows, in either container."""
+    """Read bytes of some rows whose blocks hold their own scales, in either container."""
     cols = fmt.matrix_shape(shape)[1]
 
     def read(start: int, stop: int) -> Encoded:

@@ -382,7 +382,7 @@ class Quantization(Closing):
         return FolderContents(self._same_shards(file))
 
     def _same_shards(self, file: NativeTensors) -> list[Shard]:
-        """The same shards as in the source."""
+        """Divide the tensors into the same shards as in the source."""
         names: dict[Path, list[str]] = {shard: [] for shard in file.shards}
         tied: dict[Path, dict[str, str]] = {shard: {} for shard in file.shards}
         for name in file.specs:

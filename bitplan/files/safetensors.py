@@ -385,7 +385,7 @@ def _say_ignored(folder: str, taken: str, ignored: str) -> None:
 
 
 def _find_in_folder(folder: Path) -> Path:
-    """As transformers does: model.safetensors, else its index; without these, the only index or file."""
+    """Find a folder's weights as transformers does: model.safetensors, else its index; else the only index or file."""
     names = _weight_files(folder)
     single, index = "model.safetensors", f"model{INDEX_SUFFIX}"
     if single in names and not (index in names and single in read_index(folder / index).values()):

@@ -96,7 +96,7 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
         return checksum
 
     def _read_bytes(self, label: str, offset: int, nbytes: int) -> bytes:
-        """The same as bytes, for headers: needs no torch."""
+        """Read bytes of the file without torch, for headers."""
         buffer = bytearray(nbytes)
         self._fill(memoryview(buffer), label, offset)
         return bytes(buffer)

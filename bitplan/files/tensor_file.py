@@ -53,10 +53,10 @@ class TensorFile(Closing, ABC):
 
     @abstractmethod
     def read(self, name: str) -> Tensor | Encoded:
-        """One tensor, in its own memory."""
+        """Read one tensor, in its own memory."""
 
     def read_float(self, name: str) -> Tensor:
-        """One tensor as numbers: an Encoded or 8-bit floats become float32."""
+        """Read one tensor as numbers: an Encoded or 8-bit floats become float32."""
         from bitplan.formats import Encoded
         from bitplan.formats.dispatch import decode
 
@@ -107,7 +107,7 @@ class TensorFile(Closing, ABC):
 
     @property
     def folder(self) -> Path:
-        """Where config.json and tokenizer of the model lie, if there are any."""
+        """The folder where config.json and tokenizer of the model lie, if there are any."""
         return self.path
 
     def spec(self, name: str) -> TensorSpec:

@@ -164,7 +164,7 @@ def shortened(faults: Sequence[str]) -> str:
 def _targets(
     model: nn.Module, own_shapes: Mapping[str, tuple[int, ...]], names: Sequence[str]
 ) -> tuple[dict[str, tuple[str, str | None]], dict[str, Any]]:
-    """For each name of the file the model's name and the pattern of its converter; and the converters by pattern."""
+    """Map each name of the file to the model's and the pattern of its converter; and list the converters by pattern."""
     if not hasattr(model, "base_model_prefix"):
         return {name: (name, None) for name in names}, {}
     from transformers import core_model_loading as theirs
@@ -203,7 +203,7 @@ def _recipe(target: str, sources: Mapping[str, list[str]], converter: Any, file:
 def _side_by_side(
     operations: Sequence[Any], sources: Mapping[str, list[str]], shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[FilePiece, ...] | None:
-    """Where each source's rows lie in the result; None where a step does more than that."""
+    """Say where each source's rows lie in the result; None where a step does more than put rows side by side."""
     from transformers import core_model_loading as theirs
 
     stacks = bool(operations) and type(operations[0]) is theirs.MergeModulelist and operations[0].dim == 0

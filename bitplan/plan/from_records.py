@@ -232,7 +232,7 @@ def read_run_log(path: str | Path) -> RunLog:
 
 
 def run_log_of(values: Iterable[Any], where: str) -> RunLog:
-    """The same from its values, a line each."""
+    """Read a run's log from its lines' values."""
     fields = [_Fields(value, f"{where}: line {at}") for at, value in enumerate(values, 1)]
     if not fields or fields[0].text("document", "") != RUN_LOG or fields[0].whole("version") != 1:
         raise PlanFileError(f"{where}: expected a {RUN_LOG} of version 1")

@@ -163,5 +163,5 @@ def kv_nbytes(fmt: str | None, rows: int, width: int, item_bytes: int) -> int:
 
 
 def layers_in(formats: Sequence[str | None]) -> ByLayer:
-    """One format where all layers have the same, else one for each."""
+    """Give one format where all layers have the same, else one for each."""
     return formats[0] if len({*formats}) == 1 else tuple(formats)

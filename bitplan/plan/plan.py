@@ -222,7 +222,7 @@ class PlanDiff:
         return bool(self.added or self.removed or self.changed or self.restated)
 
     def lines(self) -> list[str]:
-        """One line per difference."""
+        """Write one line per difference."""
         lines = [f"+ {name}: {choice.shown} ({choice.reason})" for name, choice in self.added.items()]
         lines += [f"- {name}: {choice.shown} ({choice.reason})" for name, choice in self.removed.items()]
         for mark, pairs in (("~", self.changed), ("=", self.restated)):
@@ -346,7 +346,7 @@ class Plan(Mapping[str, Choice]):
         return {name: choice.input for name, choice in self.items() if choice.input is not None}
 
     def with_inputs(self, inputs: Mapping[str, str | None]) -> Plan:
-        """The same plan, but that products with these weights round their inputs to these formats (None: to none)."""
+        """Copy the plan with products of these weights that round their inputs to these formats (None: to none)."""
         entries = {
             name: replace(entry, choice=replace(entry.choice, input=inputs[name])) if name in inputs else entry
             for name, entry in self.entries.items()

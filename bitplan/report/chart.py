@@ -65,7 +65,7 @@ class Axis:
     log: bool = False
 
     def share(self, value: float) -> float:
-        """Where a value lies, from 0 to 1; values outside the range are at its ends."""
+        """Say where a value lies, from 0 to 1; values outside the range are at its ends."""
         low, high, value = (math.log(max(edge, 1e-300)) if self.log else edge for edge in (self.low, self.high, value))
         return min(1.0, max(0.0, (value - low) / (high - low)))
 

@@ -200,7 +200,7 @@ def machine_section(records: Sequence[Record]) -> Section:
 
 
 def _fingerprints(stated: dict[str, dict[str, str]]) -> Markup:
-    """One column for all records with the same fingerprint, so that differences stand out."""
+    """Draw one column for all records with the same fingerprint, so that differences stand out."""
     if not stated:
         return tag("p", "No record states the machine it comes from.", class_="note")
     groups: dict[tuple[tuple[str, str], ...], list[str]] = {}

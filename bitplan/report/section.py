@@ -117,7 +117,7 @@ def table(title: str, columns: Sequence[Column], rows: Sequence[Row], *, folds: 
 
 
 def column_table(title: str, *columns: tuple[Column, Sequence[Cell | str]], folds: bool = True) -> Markup:
-    """The same from columns, each with its cells."""
+    """Draw a table from columns, each with its cells."""
     rows = list(zip(*(cells for _, cells in columns), strict=True))
     return table(title, [column for column, _ in columns], rows, folds=folds)
 

@@ -111,7 +111,7 @@ def _figure(value: object) -> str:
 
 
 def formats_by_bytes(decided: Sequence[Decided]) -> dict[str, int]:
-    """Each format's bytes, the largest first."""
+    """Count each format's bytes, the largest first."""
     sizes: Counter[str] = Counter()
     for item in decided:
         sizes[item.format] += item.nbytes

@@ -79,7 +79,7 @@ def _read(record: Record) -> list[Update]:
 
 
 def _changes(updates: Sequence[Update]) -> list[PrecisionChange]:
-    """Where a block's precision differs from that of the update before."""
+    """List where a block's precision differs from that of the update before."""
     changes, current = [], dict[str, str]()
     for column, update in enumerate(updates):
         for name, block in update.blocks.items():
@@ -289,7 +289,7 @@ def _last_part(name: str) -> str:
 
 
 def _low_chart(log: RunLog) -> Markup | None:
-    """Of each part, the share of blocks in which it is low."""
+    """Draw of each part the share of blocks in which it is in low precision."""
     blocks = Counter(map(_last_part, log.rows))
     low, curves = Counter[str](), dict[str, list[Point]]()
     first = {name: row["format"] for name, row in log.rows.items()}

@@ -86,7 +86,7 @@ def _findings(record: Record) -> Markup:
 
 
 def _calibration(record: Record) -> list[ErrorRow]:
-    """For each block and layer in each format the mean over batches, as the calibration itself computes it."""
+    """Average each block's and layer's error in each format over batches, as the calibration itself does."""
     document = record.fields()
     samples: dict[tuple[str, str], list[float | None]] = {}
     for _, layers in document.items("layers", {}):

@@ -363,7 +363,7 @@ def _dots(frame: Frame, at: float, samples: Sequence[float], kind: str) -> Marku
 
 
 def _fastest(middles: dict[str, list[Point]], across: str) -> str:
-    """Where the order of the medians changes, as text."""
+    """Say where the order of the medians changes."""
     times: dict[float, dict[str, float]] = {}
     for way, points in middles.items():
         for at, ms in points:

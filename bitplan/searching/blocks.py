@@ -62,7 +62,7 @@ class TokenStates:
     calls: Sequence[BlockCall] = ()
 
     def pieces(self, tokens: int) -> Iterator[TokenStates]:
-        """The same tokens, so many of each window at a time; the whole where the model runs as one."""
+        """Divide windows into pieces of so many tokens; a model that runs as a whole gets them undivided."""
         length = self.ids.shape[1]
         if self.hidden is None or length <= tokens:
             yield self
@@ -179,7 +179,7 @@ class BlockRunner:
                     module._buffers[name] = buffer.to(self.device)
 
     def fewer_threads(self) -> AbstractContextManager[None]:
-        """One torch thread where experts are small: in a product with each, several wait longer than they work."""
+        """Use one torch thread where experts are small: in a product with each, several wait longer than they work."""
         return torch_threads(1) if self._small_experts and self.device.type == "cpu" else nullcontext()
 
     # ---- passes ------------------------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class BlockRunner:
         raise _OutOfOrderError
 
     def run_block(self, index: int, states: TokenStates) -> TokenStates:
-        """One block; its weights are in place."""
+        """Run one block, whose weights are in place."""
         result = self._call(index, states)
         return replace(states, hidden=result[0] if isinstance(result, tuple) else result)
 

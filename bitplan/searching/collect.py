@@ -82,7 +82,7 @@ def evidence_folder(out: str | Path | None) -> Path | None:
 
 @dataclass(frozen=True)
 class EvidenceFolder:
-    """Where evidence is kept; None keeps it in memory alone."""
+    """The folder where evidence is kept; None keeps it in memory alone."""
 
     folder: Path | None
 
@@ -493,7 +493,7 @@ class SumsOfShares:
 
 
 def open_sums(path: Path, sizes: Mapping[str, int], names: Sequence[str], device: str, threads: int) -> SumsOfShares:
-    """On a worker: the client's model, of which these weights are watched."""
+    """Open the client's model on a worker, where these of its weights are watched."""
     from distributed import get_worker
 
     def opening() -> SumsOfShares:

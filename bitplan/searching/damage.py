@@ -163,7 +163,7 @@ class JobRounder:
 
 @dataclass
 class ClusterRounding:
-    """The same as `RoundingProcesses`, by the workers of a Dask cluster."""
+    """Weights rounded by the workers of a Dask cluster, as `RoundingProcesses` does it on this machine."""
 
     address: str
 
@@ -373,7 +373,7 @@ class RoundedWeights:
 
     @contextmanager
     def _one_torch_thread(self) -> Iterator[None]:
-        """For small matrices: torch's threads wait for each other longer than they work, compiled loops do not."""
+        """Use one torch thread for small matrices, where several wait longer than they work; compiled loops do not."""
         widest, threads = max(site.shape[-1] for site in self.subject.sites.values()), torch.get_num_threads()
         if self.subject.device.type != "cpu" or 2 * widest**2 > INPUTS_AT_ONCE:
             yield

@@ -186,7 +186,7 @@ class Reserve:
     writes: bool = False
 
     def at(self, context: int) -> MemoryProbe:
-        """For a context, with the goal's texts and device."""
+        """Measure, or find, the memory beside weights at a context, with the goal's texts and device."""
         goal = self.goal
         if goal.engine.overhead is not None:
             request = _HeldAtOnce(context, goal.batch)
@@ -372,7 +372,7 @@ class _Token:
 
 
 def _measure_times(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> TokenTimes:
-    """From tokens of models with few layers: in two formats, with weights in either memory, and with more layers."""
+    """Time tokens of models with few layers: in two formats, with weights in either memory, and with more layers."""
     import torch
 
     torch_device = torch.device(device)

@@ -210,7 +210,7 @@ class PlanMeter:
         return max(0.0, quality.against.kl.mean)
 
     def counted(self, evidence: SearchEvidence, quality: Quality) -> float:
-        """Of a measurement what the goal is about: the KL, or the largest of its aims."""
+        """Take from a measurement what the goal is about: the KL, or the largest of its aims."""
         assert quality.against is not None
         kl_of_kinds = kl_by_kind(quality, self.kinds)
         aims = [sum(share * kl_of_kinds[kind] for kind, share in aim.items()) for aim in evidence.aims]
@@ -278,7 +278,7 @@ class WindowLogits:
         self._kept: dict[tuple[bytes, int], Tensor] = {}
 
     def __call__(self, ids: Tensor) -> Tensor | LateLogits:
-        """Of one window, [1, length]; all at once where the model runs as a whole."""
+        """Give the logits of one window, [1, length]; of all at once where the model runs as a whole."""
         key = _key(ids[0])
         states = self._states[key]
         if states.hidden is None:

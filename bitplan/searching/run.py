@@ -614,7 +614,7 @@ class Searcher:
         return f"{on_disk}; {words}"
 
     def _why_so_large(self, most: int) -> str:
-        """Where tensors that stay take more than is allowed: why most of their bytes do."""
+        """Say why most bytes stay, where tensors that stay take more than is allowed."""
         by_reason = Counter[str]()
         for tensor in self.subject.stays.values():
             by_reason[tensor.reason] += tensor.nbytes
@@ -652,7 +652,7 @@ def _require_folder(path: Path, target: Target) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
-    """Each module of a model in memory goes back to training or evaluation; a search runs it in evaluation."""
+    """Put each module of a model in memory back to training or evaluation; a search runs it in evaluation."""
     modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     try:
         yield

@@ -150,7 +150,7 @@ def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str
 def items_of_gguf(
     model: nn.Module, is_in_block: Callable[[str], bool], path: Path, slices: dict[str, ExpertSlice]
 ) -> dict[str, str]:
-    """The same of a GGUF file, which has gate and up apart; numbers say whether they lie where they are expected."""
+    """Map experts' weights to a GGUF file's tensors, with gate and up apart; numbers say whether rows lie right."""
     stacks = {
         (split_layer(named.name)[1], named.local == stack_of(named.module, "down")): named
         for named in named_parameters_of(model)
@@ -293,7 +293,7 @@ class SearchSubject:
             )
 
     def _keep_whole_layers(self) -> None:
-        """Where a tensor of experts stays, so do the others of its layer, or `load_packed` would refuse the folder."""
+        """Keep all experts of a layer where a tensor of them stays, or `load_packed` would refuse the folder."""
         first_kept: dict[str, str] = {}
         for name in self.stays:
             if name in self.experts:
@@ -446,7 +446,7 @@ def subject_of(
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Where the model is; what lies on disk is computed on the CPU."""
+    """Give the device of the model; what lies on disk is computed on the CPU."""
     first_device = next(model.parameters()).device
     return torch.device("cpu") if first_device.type == "meta" else first_device
 

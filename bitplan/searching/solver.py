@@ -526,7 +526,7 @@ class RivalPlan:
 
 
 def uniform_plans(evidence: SearchEvidence) -> list[RivalPlan]:
-    """Each format for all groups; where one cannot hold it, the next larger that can."""
+    """Make a plan of each format for all groups; a group that it does not hold has the next larger that it does."""
     return [RivalPlan(fmt, "uniform", _uniform(evidence, fmt)) for fmt in evidence.formats if _is_common(evidence, fmt)]
 
 
@@ -568,7 +568,7 @@ def may_win(evidence: SearchEvidence, rival: RivalPlan, plan: Mapping[str, str],
 
 
 def _heuristics(evidence: SearchEvidence, nbytes: int) -> list[RivalPlan]:
-    """One plan for each heuristic, all with one format for what they do not favour: rounding takes most of a proof.
+    """Make a plan for each heuristic, all with one format for what they do not favour: rounding takes most of a proof.
 
     Of these formats the one that allows the most heuristics, and with them the fewest bytes.
     """

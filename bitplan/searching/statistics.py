@@ -170,7 +170,7 @@ class RoutedTokens:
 
 
 def _added_up(parts: Iterable[Tensor]) -> Tensor:
-    """Their sum, one after the other: together they may be as large as a block."""
+    """Add tensors up one after the other: together they may be as large as a block."""
     first, *others = parts
     total = first.clone()
     for part in others:
@@ -187,7 +187,7 @@ def _stacks_of(slices: Sequence[ExpertSlice]) -> dict[str, list[ExpertSlice]]:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies in a file; `written` is the work that puts it there, if it may not be done yet."""
+    """A tensor's place in a file; `written` is the work that puts it there, if it may not be done yet."""
 
     path: Path
     start: int
@@ -215,7 +215,7 @@ class StoredTensor:
         return buffer.view(self.dtype).reshape(self.shape)
 
     def wait(self) -> None:
-        """Until it is written; a disk that is full is said here."""
+        """Wait until it is written; a full disk raises its error here."""
         if self.written is not None:
             self.written.result()
 
@@ -228,7 +228,7 @@ class ScratchWriter:
         self._last: Future[None] | None = None
 
     def write(self, path: Path, tensors: Mapping[str, Tensor]) -> dict[str, StoredTensor]:
-        """Where each tensor will lie."""
+        """Write tensors, at once or on a thread, and say where each will lie."""
         if self._last is not None:
             self._last.result()
         on_host = {key: _on_host(tensor.detach()) for key, tensor in tensors.items()}
@@ -244,7 +244,7 @@ class ScratchWriter:
         return stored_tensors
 
     def close(self) -> None:
-        """Until everything is written."""
+        """Wait until everything is written."""
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
@@ -613,7 +613,7 @@ def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> in
 
 
 def steps_of_share(subject: SearchSubject, share: WindowShare) -> int:
-    """How many of them one share takes."""
+    """Count what `on_step` is called with for one share of the windows."""
     steps_a_module = (INPUTS in share.takes) + BACK * (GRADIENT in share.takes and share.first == 0)
     return (len(subject.runner.blocks) + 1) * steps_a_module
 
@@ -703,7 +703,7 @@ class _Passes:
         return gradients_of_states
 
     def _back(self, batches: Sequence[Tensor], states: Sequence[TokenStates], gradients: list[Tensor]) -> None:
-        """Each block once more, from the last to the first, with the gradient of what it gave."""
+        """Run each block once more, from the last to the first, with the gradient of what it gave."""
         runner = self._runner
         for index in reversed(range(len(runner.blocks))):
             with torch.enable_grad(), runner.block_weights(index), self._hooks(index, gradients=True):
@@ -902,7 +902,7 @@ class _Passes:
 
 
 def draw_tokens(probabilities: Tensor, generator: torch.Generator) -> Tensor:
-    """One token for each row of [T, V], [T, 1]: first a run of the vocabulary, then a token of it.
+    """Draw one token for each row of [T, V], [T, 1]: first a run of the vocabulary, then a token of it.
 
     torch's `multinomial` draws a random number for each probability, a tenth of the time of all statistics.
     """
@@ -960,7 +960,7 @@ def _hidden(states: TokenStates) -> Tensor:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """No gradients by weights."""
+    """Compute no gradients by weights within the block."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trainable:

@@ -184,7 +184,7 @@ def uniform_formats(joint: SearchEvidence) -> list[str]:
 
 
 def best_split(joint: SearchEvidence, fmt: str, within: Goal) -> Solution:
-    """One format for all weights: the fastest choice of places in these memories.
+    """Find the fastest division between these memories of weights that have one format.
 
     Keys and values are in one format too, the least harmful that there is room for.
     """
@@ -234,7 +234,7 @@ def _split(joint: SearchEvidence, stay: Mapping[str, str], within: Goal) -> Solu
 
 
 def crossing_first(joint: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
-    """The same formats and bytes; what crosses is in the first of equal layers, so the host is ahead of the others."""
+    """Have the first of equal layers cross, with the same formats and bytes: the host is ahead of the others."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, fmt in choice.items():
         group = joint.groups[name]

@@ -160,7 +160,7 @@ def search(
 
 
 def read_kinds(files: Sequence[Path]) -> str | dict[str, str]:
-    """One plain text as it is; several, or conversations, by their files."""
+    """Read one plain text as it is; several, or conversations, by their files."""
     from bitplan.base.records import read_text
 
     contents = {str(file): read_text(file) for file in files}

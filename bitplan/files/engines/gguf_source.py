@@ -112,7 +112,7 @@ def is_plus_one(family: Family, new: str) -> bool:
 
 
 def row_order(rows: int, heads: int) -> Tensor:
-    """Where llama.cpp's rows of q and k lie in transformers': halves of a head, dealt out in turns."""
+    """Give the row of transformers' q or k for each row of llama.cpp's: halves of a head, dealt out in turns."""
     return torch.arange(rows).reshape(heads, 2, rows // heads // 2).transpose(1, 2).reshape(-1)
 
 
@@ -320,7 +320,7 @@ class GGUFModel(TensorFile):
 
 
 def _rows(item: Tensor | Encoded, rows: int | Tensor) -> Tensor | Encoded:
-    """One matrix, or rows in another order: no number changes, for blocks lie along rows."""
+    """Take one matrix, or put rows in another order: no number changes, for blocks lie along rows."""
     if not isinstance(item, Encoded):
         return item[rows].contiguous()
     parts = {name: part[rows].contiguous() if part.dim() else part for name, part in item.parts.items()}

@@ -303,7 +303,7 @@ def _hf_rope(settings: Settings) -> dict[str, Any]:
 
 
 def with_quantization(document: Mapping[str, Any], *, packed: bool) -> dict[str, Any]:
-    """The same config for experts in MXFP4 or in floats; a config that already says so is not changed."""
+    """Make the config say that experts are in MXFP4 or in floats; one that already says so is not changed."""
     config = dict(document)
     quantization = config.get("quantization_config")
     if not packed:

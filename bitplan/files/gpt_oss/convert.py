@@ -395,7 +395,7 @@ def _plain_action(source: GptOssSource, slot: LayoutTensor, dtype: torch.dtype |
 
 
 def _exactly(rows: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """The same numbers in another type; a narrower type takes the upper bits, so that a NaN keeps its payload."""
+    """Convert to another type without rounding; a narrower one takes the upper bits, so a NaN keeps its payload."""
     if rows.dtype == torch.float32 and dtype == torch.bfloat16:
         return (rows.contiguous().view(torch.int32) >> 16).to(torch.int16).view(torch.bfloat16)
     return rows.to(dtype)

@@ -69,7 +69,7 @@ class GptOssShape:
         return self.kv_heads * self.head_dim
 
     def matrix(self, parts: tuple[str, ...]) -> tuple[int, int]:
-        """Outputs and inputs of one expert's matrix."""
+        """Count the outputs and inputs of one expert's matrix."""
         if parts == ("down",):
             return self.hidden, self.intermediate
         return self.intermediate * len(parts), self.hidden

@@ -332,7 +332,7 @@ class GptOssSource(ABC):
 
     @abstractmethod
     def expert(self, layer: int, parts: tuple[str, ...], index: int) -> Matrix:
-        """One expert's matrix [outputs, inputs]: ("gate", "up") alternating by rows, or ("down",)."""
+        """Read one expert's matrix [outputs, inputs]: ("gate", "up") alternating by rows, or ("down",)."""
 
     def expert_name(self, layer: int, parts: tuple[str, ...]) -> str:
         """The name, for errors, of the tensor that holds these matrices."""

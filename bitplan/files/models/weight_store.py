@@ -71,7 +71,7 @@ class ActivationObserver:
 
     @property
     def mean_square(self) -> Tensor:
-        """One float32 number per feature."""
+        """Give the mean square of each feature, in float32."""
         if self._total is None or not self.count:
             raise StoreError("observer: it has seen no input; run representative batches through the model first")
         mean = (self._total / self.count).float()
@@ -555,7 +555,7 @@ _hook: object = None
 
 
 def _watch_modules() -> None:
-    """From now on stores learn which Parameter a module got in the place of their master."""
+    """Tell stores from now on which Parameter a module got instead of their master."""
     global _hook
     with _watching:
         _hook = _hook or register_module_parameter_registration_hook(_on_registration)
@@ -584,6 +584,6 @@ def _sample(master: Tensor) -> bytes:
 
 @contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """For results that outlive the call: no autograd, and no inference tensors, even within inference mode."""
+    """Make tensors that may outlive the call: without autograd, and no inference tensors even within inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield

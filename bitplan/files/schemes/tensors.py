@@ -170,7 +170,7 @@ class SchemeTensors(TensorFile):
         return self._weights[stored_name].read() if stored_name in self._weights else self._checkpoint.read(stored_name)
 
     def decode_where(self, fault: Callable[[Format], str | None]) -> None:
-        """From now on decode weights whose format has a fault, to the type of the model."""
+        """Decode weights from now on whose format has a fault, to the type of the model."""
         for name, weight in self._weights.items():
             if weight.format is not None and (reason := fault(get_format(weight.format))):
                 self._weights[name] = replace(

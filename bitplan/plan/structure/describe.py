@@ -373,7 +373,7 @@ def _single_calls(graph: Graph) -> dict[str, ModuleUse]:
 
 
 def _fed_by(graph: Any, parts: Recogniser) -> dict[int, tuple[int, ...]]:
-    """For every part the parts whose results reach it, with no other part between."""
+    """Find for every part the parts whose results reach it with no other part between."""
     every = [*parts.linears.values(), *parts.norms, *parts.embeddings, *parts.convolutions]
     by_output = {part.output: part.step for part in every}
     steps = {graph.values[output].step for output in by_output} - {None}

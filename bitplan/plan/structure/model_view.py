@@ -128,13 +128,13 @@ class WeightUse:
 
     @property
     def what(self) -> str:
-        """Its role or kind in a word."""
+        """The role or kind of the use, in a word."""
         word = getattr(self, "role", None) or getattr(self, "kind", None) or getattr(self, "function", None)
         return str(word or "embedding")
 
     @property
     def shown_path(self) -> str:
-        """Its module; with the weight's name where a module holds several, as that of stacked experts does."""
+        """The path of its module, with the weight's name where the module holds several, such as stacked experts."""
         weight = str(getattr(self, "weight", None) or "")
         return weight if weight and not weight.endswith("weight") else self.path
 
@@ -457,7 +457,7 @@ class ModelView:
         return tuple(block for stack in self.stacks for block in stack.blocks)
 
     def table_rows(self) -> list[dict[str, str]]:
-        """For people: one row a part, what it is, what it reads and with whom, and what was put on it."""
+        """Give a row a part for people: what it is, what it reads and with whom, and what was put on it."""
         together = {linear: group for group in self.input_groups() for linear in group.linears}
         activation = {mlp.down: mlp.activation for mlp in self.gated}
         activation |= {mlp.down: mlp.activation for mlp in self.plain}
@@ -482,7 +482,7 @@ class ModelView:
         return rows
 
     def to_dict(self) -> dict[str, Any]:
-        """For JSON: everything but what the methods derive."""
+        """Give for JSON everything but what the methods derive."""
         plain = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         for name in ("producers", "others", "seen_by", "calls", "fed_by"):
             del plain[name]
@@ -498,7 +498,7 @@ class ModelView:
 
 
 def _weight_shape(part: WeightUse, record: TensorRecord | None) -> tuple[int, ...]:
-    """As the file or the module has it; as the run has it where the file calls it something else."""
+    """Give a weight's shape as the file or the module has it; as the run has it where the file has another name."""
     if record is not None:
         return record.shape
     if isinstance(part, LinearUse):

@@ -51,7 +51,7 @@ class NamedParameter:
         return "norm" if is_norm(self.module) else "other"
 
     def spec(self, norms: bool = False) -> NamedTensor:
-        """As `choose_formats` takes it: biases, norms and parameters of unknown layers must be asked for by name."""
+        """Describe it for `choose_formats`: biases, norms and parameters of unknown layers must be named by users."""
         named_by: dict[str, NamedBy] = {"weight": "any", "norm": "any" if norms else "module"}
         unknown = f"not a weight of a known layer ({type(self.module).__name__}): left alone unless named"
         shape = (0, 0) if nn.parameter.is_lazy(self.parameter) else tuple(self.parameter.shape)

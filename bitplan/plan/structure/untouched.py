@@ -159,7 +159,7 @@ _HOOKS = {
 
 
 def changes_of(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """By path: what a module has beside its class's own code; modules with nothing are left out."""
+    """List by path what a module has beside its class's own code; modules with nothing are left out."""
     by_path: dict[str, tuple[str, ...]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         if changes := tuple(_changes(module)):
