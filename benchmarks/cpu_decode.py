@@ -336,7 +336,7 @@ def _most_common_type(path: str) -> str:
     import gguf
 
     kinds = [tensor.tensor_type.name for tensor in gguf.GGUFReader(path).tensors if len(tensor.shape) > 1]
-    return max(sorted(set(kinds)), key=kinds.count)
+    return str(max(sorted(set(kinds)), key=kinds.count))
 
 
 def site_rows(site: str, files: list[str], threads: int, repeats: int, turns: int) -> list[Row]:

@@ -256,7 +256,7 @@ class _Block:
     def codes(self, k: int, offset: int) -> Any:
         """32 codes from k on, with this offset."""
         builder, layout = self.builder, self.layout
-        made, shift = None, 0
+        joined, shift = None, 0
         for plane, (bits, run) in enumerate(layout.planes):
             if run == 16:
                 halves = self._sixteen(k, offset), self._sixteen(k + 16, offset)
@@ -270,10 +270,10 @@ class _Block:
                 codes = builder.lshr(codes, _constants(INT8, [first] * BLOCK)) if first else codes
                 codes = builder.and_(codes, _constants(INT8, [2**bits - 1] * BLOCK)) if first + bits < 8 else codes
             codes = builder.shl(codes, _constants(INT8, [shift] * BLOCK)) if shift else codes
-            made = codes if made is None else builder.or_(made, codes)
+            joined = codes if joined is None else builder.or_(joined, codes)
             shift += bits
         signed = layout.low + offset if layout.table is None else 0
-        return builder.add(made, _constants(INT8, [signed] * BLOCK)) if signed else made
+        return builder.add(joined, _constants(INT8, [signed] * BLOCK)) if signed else joined
 
     def of_lanes(self, vector: Any, k: int) -> Any:
         """The number of each group, on lanes that hold four codes each, of 32 from k on."""
@@ -322,15 +322,15 @@ def _writer(layout: Layout) -> Any:
         builder, block = writer.builder, _Block(writer, layout, address)
 
         def store(value: Any, base: Any, offset: int) -> None:
-            place = builder.add(base, ir.Constant(INT64, offset))
-            builder.store(value, builder.inttoptr(place, ir.PointerType(value.type)), align=1)
+            pointer = builder.add(base, ir.Constant(INT64, offset))
+            builder.store(value, builder.inttoptr(pointer, ir.PointerType(value.type)), align=1)
 
         for k in range(0, layout.numbers, BLOCK):
-            place = ir.Constant(INT32, k // layout.group)
+            group = ir.Constant(INT32, k // layout.group)
             store(block.codes(k, 0), to, k)
-            store(builder.extract_element(block.scales, place), scales, k // BLOCK * _opened_size(layout))
+            store(builder.extract_element(block.scales, group), scales, k // BLOCK * _opened_size(layout))
             if block.lows is not None:
-                low = builder.extract_element(block.lows, place)
+                low = builder.extract_element(block.lows, group)
                 store(low, scales, k // BLOCK * _opened_size(layout) + OPENED_BLOCK)
         return writer.context.get_dummy_value()
 
@@ -387,8 +387,8 @@ class _Blocks:
     def __init__(self, writer: VectorWriter, layout: Layout, address: Any) -> None:
         self.writer, self.builder, self.layout = writer, writer.builder, layout
         size = layout.block_bytes
-        places = [writer.builder.add(address, ir.Constant(INT64, size * block)) for block in range(QUARTER_LANES)]
-        self.blocks = [_Block(writer, layout, place) for place in places]
+        addresses = [writer.builder.add(address, ir.Constant(INT64, size * block)) for block in range(QUARTER_LANES)]
+        self.blocks = [_Block(writer, layout, start) for start in addresses]
 
     def halves(self) -> tuple[Any, Any]:
         """Codes 0 to 15 of every block, and codes 16 to 31, with their offset."""
@@ -412,14 +412,16 @@ class _Blocks:
         """A float16 number of every block, each on the four lanes of its block."""
         block, halves = self.blocks[0], ir.VectorType(ir.HalfType(), LANES)
         if QUARTER_LANES < 4:
-            numbers = self._joined([each.load(part, 0, ir.VectorType(ir.HalfType(), 1)) for each in self.blocks])
-            each = self.writer.shuffle(numbers, numbers, [lane // 4 for lane in range(LANES)])
+            numbers = self._joined([one.load(part, 0, ir.VectorType(ir.HalfType(), 1)) for one in self.blocks])
+            spread = self.writer.shuffle(numbers, numbers, [lane // 4 for lane in range(LANES)])
         else:  # the first words of two blocks in one register, those of the next two in another
             words = self.layout.block_bytes // 2
-            pairs = [block.load("d", 4 * words * two, ir.VectorType(ir.IntType(16), 16)) for two in range(2)]
-            places = [block.parts[part] // 2 + 16 * (lane // 8) + words * (lane // 4 % 2) for lane in range(LANES)]
-            each = self.builder.bitcast(self.writer.shuffle(*pairs, places), halves)
-        return self.builder.fpext(each, FLOATS)
+            first, second = (block.load("d", 4 * words * two, ir.VectorType(ir.IntType(16), 16)) for two in range(2))
+            words_of_lanes = [
+                block.parts[part] // 2 + 16 * (lane // 8) + words * (lane // 4 % 2) for lane in range(LANES)
+            ]
+            spread = self.builder.bitcast(self.writer.shuffle(first, second, words_of_lanes), halves)
+        return self.builder.fpext(spread, FLOATS)
 
     def _joined(self, parts: Sequence[Any]) -> Any:
         """All lanes of vectors of one length, as many as a power of 2."""
@@ -438,11 +440,11 @@ def _wide_tile(layout: Layout) -> Any:
     fma, bytes_, words = f"llvm.fma.v{LANES}f32", ir.VectorType(INT8, REGISTER), ir.VectorType(INT32, LANES)
 
     def emit(writer: VectorWriter, codes: Any, x: Any, sums: Any) -> Any:
-        builder, dot, made = writer.builder, DOTS[_kind(layout)], []
+        builder, dot, added = writer.builder, DOTS[_kind(layout)], []
 
         def load(register: int, kind: Any) -> Any:
-            place = builder.add(x, ir.Constant(INT64, REGISTER * register))
-            return builder.load(builder.inttoptr(place, ir.PointerType(kind)), align=1)
+            pointer = builder.add(x, ir.Constant(INT64, REGISTER * register))
+            return builder.load(builder.inttoptr(pointer, ir.PointerType(kind)), align=1)
 
         x_low, x_high, scale = load(0, bytes_), load(1, bytes_), load(2, FLOATS)
         beside = load(3, FLOATS if layout.has_min else words)
@@ -453,10 +455,10 @@ def _wide_tile(layout: Layout) -> Any:
             products = dot(writer, dot(writer, start, low, x_low), high, x_high)
             both = builder.fmul(blocks.on_lanes("d"), scale)
             values = [builder.sitofp(products, FLOATS), both, builder.extract_value(sums, row)]
-            made.append(writer.call(fma, FLOATS, values))
+            added.append(writer.call(fma, FLOATS, values))
             if layout.has_min:
-                made[row] = writer.call(fma, FLOATS, [blocks.on_lanes("dmin"), beside, made[row]])
-        return cgutils.pack_array(builder, made)
+                added[row] = writer.call(fma, FLOATS, [blocks.on_lanes("dmin"), beside, added[row]])
+        return cgutils.pack_array(builder, added)
 
     return define(3, lambda _codes, _x, sums: sums, emit)
 
@@ -598,10 +600,10 @@ def _halves_of_inputs(job, x, buffer, to, beside):
     of_token = scale_of_token(x, width) if by_token else F32(0)
     for step in range(-(-blocks // QUARTER_LANES)):
         first = min(step * QUARTER_LANES, blocks - QUARTER_LANES)
-        for each in range(QUARTER_LANES):
-            codes, scale = rounded_block(numbers_at(x, width, BLOCK * (first + each), buffer), by_token, of_token)
-            scale = scale if first + each >= step * QUARTER_LANES else F32(0)  # a block that the step before has, too
-            low, high, lane = first_half(codes), second_half(codes), to + 4 * REGISTER * step + 16 * each
+        for block in range(QUARTER_LANES):
+            codes, scale = rounded_block(numbers_at(x, width, BLOCK * (first + block), buffer), by_token, of_token)
+            scale = scale if first + block >= step * QUARTER_LANES else F32(0)  # a block that the step before has, too
+            low, high, lane = first_half(codes), second_half(codes), to + 4 * REGISTER * step + 16 * block
             write(lane, low)
             write(lane + REGISTER, high)
             write(lane + 2 * REGISTER, _repeated_4(F32(scale)))
@@ -622,14 +624,14 @@ def _wide_products(job, tile, beside, size):
         for n in range(first, min(first + piece, rows), 4):
             a, b, c, d = four_rows(job, CODES, n)
             for m in range(inputs):
-                sums, here, later = zero_tile(4, LANES), x + 4 * REGISTER * steps * m, 4 * field(job, CODES_STRIDE)
+                sums, inputs_at, later = zero_tile(4, LANES), x + 4 * REGISTER * steps * m, 4 * field(job, CODES_STRIDE)
                 for step in range(steps):
                     at = size * min(step * QUARTER_LANES, blocks - QUARTER_LANES)
                     prefetch_later(a + at + later)
                     prefetch_later(b + at + later)
                     prefetch_later(c + at + later)
                     prefetch_later(d + at + later)
-                    sums = tile((a + at, b + at, c + at, d + at), here + 4 * REGISTER * step, sums)
+                    sums = tile((a + at, b + at, c + at, d + at), inputs_at + 4 * REGISTER * step, sums)
                 write_4x1(job, n, m, sums)
         first = take(job + 8 * NEXT_ROW, piece)
 

@@ -687,8 +687,8 @@ def block_rows(job, written, numbers, size, opened_block, write_opened, tiles):
                 written(source + size * block, to + numbers * block, scales)
         for step in range(-(-count // REGISTER)):
             at = min(step * REGISTER, count - REGISTER)
-            place = opened + opened_block * (at // BLOCK) + REGISTER * (1 + at % BLOCK // 4)
-            write_opened(transpose_tile(load_tile(codes + at, count, LANES, 1, LANES)), place)
+            target = opened + opened_block * (at // BLOCK) + REGISTER * (1 + at % BLOCK // 4)
+            write_opened(transpose_tile(load_tile(codes + at, count, LANES, 1, LANES)), target)
         addends = load_from(bias + 4 * first, F32, LANES) if bias else factors * F32(0) * F32(-1)
         tiles(opened, count // BLOCK, field(job, X), field(job, Y) + 4 * first, 4 * rows, inputs, (factors, addends))
         n = take(job + 8 * NEXT_ROW, LANES)
