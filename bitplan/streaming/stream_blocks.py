@@ -587,9 +587,15 @@ class BlockStream:
         """
         self._restore(document, where, accept_optimizer_change=accept_optimizer_change, copies=True)
 
-    def save(self, path: str | Path) -> None:
-        """Write `state_dict` into a safetensors file, whole or not at all; tensors are made and written one by one."""
+    def save(self, path: str | Path | None) -> None:
+        """Write `state_dict` into a safetensors file, whole or not at all; tensors are made and written one by one.
+
+        path    None, where states are divided among processes: only give the others this one's parts
+        """
         training = self._training_between_steps("save")
+        if path is None:
+            training.give_parts()
+            return
         write_training(path, training, _by_full_name(self._upkeep.chosen))
 
     def load(self, path: str | Path, *, accept_optimizer_change: bool = False) -> None:

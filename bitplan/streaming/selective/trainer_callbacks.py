@@ -91,8 +91,30 @@ class _TrainerSteps:
         self.trains, self.adamw = self.stream.training is not None, _FollowedOptimizer(self.stream)
         self._scalars = scalars
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, optimizer: Any = None) -> None:
+        if self.updates_early and optimizer is not None:  # the backward steps weights by the settings of now
+            self.adamw.follow(optimizer)
         (self.policy or self.stream).begin_step(step)
+
+    @property
+    def updates_early(self) -> bool:
+        return self.stream.training is not None and self.stream.training.updates_early
+
+    def check(self, model: Any, settings: Any) -> None:
+        """Refuse another model than the streamed one, and settings that update_in_backward=True cannot follow."""
+        streamed = self.stream.model
+        if model is not None and not {*model.modules()} & {streamed} and not {*streamed.modules()} & {model}:
+            raise SelectiveError(
+                f"the trainer trains another {type(model).__name__} than the one that is streamed, which would get no "
+                "gradients; give the trainer the model that was given to streaming_callback, not model_init="
+            )
+        for name, needed in ("max_grad_norm", 0.0), ("gradient_accumulation_steps", 1):
+            if self.updates_early and getattr(settings, name) != needed:
+                raise SelectiveError(
+                    f"update_in_backward=True steps weights as their gradients come, so the trainer's {name} must be "
+                    f"{needed}, got {getattr(settings, name)}; pass TrainingArguments(..., {name}={needed}), or stream "
+                    "without update_in_backward"
+                )
 
     def before_optimizer(
         self, step: int, optimizer: Any, scaler: Any, max_norm: float, parameters: Iterable[Tensor]
@@ -100,7 +122,7 @@ class _TrainerSteps:
         """Unscale and clip the gradients, take the optimizer's settings over, and let the policy decide."""
         if self.trains and scaler is not None:  # before clipping; a step that overflows is skipped
             self.stream.unscale_gradients(scaler, unwrapped(optimizer))
-        if self.trains and max_norm:
+        if self.trains and max_norm and not self.updates_early:
             self.stream.clip_gradients(max_norm, parameters)
         self.adamw.follow(optimizer)
         if isinstance(self.policy, SelectivePrecisionPolicy):
@@ -172,18 +194,26 @@ def trainer_callback(
             self._max_norm: float | None = None  # of the open step
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.check(kwargs.get("model"), args)
             if not state.global_step and steps.lacks_calibration:
                 steps.calibrate(kwargs["train_dataloader"], args.train_batch_size)
             if kwargs.get("optimizer") is not None:  # an optimizer that cannot be followed is refused before a step
                 steps.adamw.follow(kwargs["optimizer"])
             if state.global_step:
                 folder = Path(resume_from or Path(args.output_dir) / f"checkpoint-{state.global_step}")
+                if steps.trains and not (folder / WEIGHTS_FILE).is_file():
+                    raise SelectiveError(
+                        f"{folder} has no {WEIGHTS_FILE}, the masters and moments of streamed weights: it is of a run "
+                        "that did not train them. If the checkpoint is elsewhere, pass streaming_callback(..., "
+                        "resume_from=FOLDER); to go on without moments load the model from it (from_pretrained) and "
+                        "train without resume_from_checkpoint"
+                    )
                 steps.restore(
                     lambda policy: policy.load(folder / STATE_FILE), lambda: steps.stream.load(folder / WEIGHTS_FILE)
                 )
 
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            steps.begin(state.global_step)
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            steps.begin(state.global_step, kwargs.get("optimizer"))
             if steps.trains:
                 # The trainer would clip by the norm of the gradients on the device alone, and log it: we clip instead,
                 # for this step, or measure the norm of all.
@@ -211,7 +241,7 @@ def trainer_callback(
             if steps.trains and args.should_save:
                 steps.stream.save(folder / WEIGHTS_FILE)
             elif steps.trains:
-                steps.stream.state_dict()  # the others give their moments, if these are divided
+                steps.stream.save(None)  # the others give their masters and moments, if these are divided
 
         def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
             # The trainer has the norm of what lies on the device alone.
@@ -259,7 +289,7 @@ def lightning_callback(
         def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
             if self._opened is None:  # not while gradients are accumulated
                 self._opened = trainer.global_step
-                steps.begin(self._opened)
+                steps.begin(self._opened, next(iter(trainer.optimizers), None))
 
         def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
             assert self._opened is not None

@@ -863,6 +863,11 @@ class HostTraining:
             return self._in_turn(lambda: processes.give_all(tensors, owner))
         return self._in_turn(lambda: {key: self._gathered(weight, part) for key, part in tensors.items()})
 
+    def give_parts(self) -> None:
+        """Take part in `read_tensors` of every weight, for processes that write them; keep none."""
+        for weight in self.trained().values() if self.is_sharded else ():
+            self.read_tensors(weight)
+
     def _gathered(self, weight: TrainedWeight, part: Tensor) -> Tensor:
         if part.dim() == 0:  # a count
             return part

@@ -154,7 +154,7 @@ def test_hugging_face_resume_without_the_weights_is_refused_and_the_policy_is_as
     (tmp_path / "checkpoint-4" / WEIGHTS_FILE).unlink()
     with resuming(tmp_path, "weights") as (policy, resume):
         before = policy.state
-        with pytest.raises(StreamStateError, match=r"checkpoint-4/streamed_weights\.safetensors: no such file"):
+        with pytest.raises(SelectiveError, match=r"checkpoint-4 has no streamed_weights\.safetensors, .* resume_from="):
             resume()
         assert policy.state == before
 
@@ -209,6 +209,45 @@ def test_one_line_streams_a_model_in_a_trainer_and_resumes(tmp_path):
     assert_equal(*weights)
     assert (tmp_path / "checkpoint-4" / WEIGHTS_FILE).exists()
     assert not (tmp_path / "checkpoint-4" / STATE_FILE).exists()  # there is no policy
+
+
+def test_a_trainer_of_another_model_is_refused(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    with streaming_callback(Task("weights"), "stack.layers.*", train="weights", device="cpu", slots=2).stream as stream:
+        arguments = transformers.TrainingArguments(str(tmp_path), max_steps=1, use_cpu=True, report_to="none")
+        callbacks = [trainer_callback(stream)]
+        trainer = transformers.Trainer(Task("weights"), arguments, train_dataset=rows(), callbacks=callbacks)
+        with pytest.raises(
+            SelectiveError, match=r"trains another Task than the one that is streamed.* not model_init="
+        ):
+            trainer.train()
+
+
+def train_with_a_schedule(folder, **given):
+    """The weights after four steps whose rate falls, and the trainer that made them."""
+    from transformers import Trainer, TrainingArguments
+
+    model = Task("weights")
+    arguments = TrainingArguments(
+        str(folder),
+        **{"max_steps": 4, "max_grad_norm": 0.0, "learning_rate": 1e-2} | given.pop("arguments", {}),
+        save_strategy="no",
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    )
+    with streaming(model, blocks="stack.layers.*", train="weights", **given) as stream:
+        Trainer(model, arguments, train_dataset=rows(), callbacks=[trainer_callback(stream)]).train()
+    return dict(model.named_parameters())
+
+
+def test_a_trainer_updates_in_the_backward_where_its_settings_allow_that(tmp_path):
+    pytest.importorskip("transformers")
+    expected = train_with_a_schedule(tmp_path)
+    assert_equal(train_with_a_schedule(tmp_path, update_in_backward=True), expected)
+    for name, value in ("max_grad_norm", 1.0), ("gradient_accumulation_steps", 2):
+        with pytest.raises(SelectiveError, match=rf"the trainer's {name} must be \d.* got {value}; pass Training"):
+            train_with_a_schedule(tmp_path, update_in_backward=True, arguments={name: value})
 
 
 def train_to_the_best(folder, *, is_streamed):
