@@ -23,6 +23,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from bitplan.base.documents import LIST, NUMBER, OBJECT, SIZE, TEXT, Kind, Reader, is_number, load_document
+from bitplan.base.hardware import give_back_memory
 from bitplan.base.records import write_json
 from bitplan.searching.engine_memory import EngineMemory, Held
 from bitplan.searching.goal import EvidenceFileError, SearchError
@@ -490,6 +491,7 @@ def _forget_peak(device: Any) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return
+    give_back_memory()  # as `load_for_running` does
     with suppress(OSError):  # where it is another system, the peak is that of the whole process
         Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak is what is resident now
 

@@ -8,8 +8,6 @@ categories than 16 columns hold, and where `max_bins` is less than 255, the rare
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -130,14 +128,6 @@ def find_bins(x: Array | TablePieces, categorical: Array, max_bins: int, seed: i
     features = np.repeat(np.arange(x.shape[1]), [len(edges[feature]) for feature in range(x.shape[1])])
     columns = [column for feature in range(x.shape[1]) for column in edges[feature]]
     return Bins(tuple(columns), np.asarray(categorical, np.bool_)[features], features)
-
-
-def give_back_memory() -> None:
-    """What finding bins has freed, to the system: glibc would keep 40 MB of it, beside all that follows."""
-    if sys.platform.startswith("linux"):
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:

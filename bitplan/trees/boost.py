@@ -18,7 +18,7 @@ import numpy as np
 from bitplan.base.loops import row_pieces
 from bitplan.base.loops.jit import on_threads, thread_count, use_threads
 from bitplan.base.optional import require
-from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, find_bins, give_back_memory
+from bitplan.trees.binning import SAMPLE_ROWS, Bins, bin_rows, find_bins
 from bitplan.trees.checks import number
 from bitplan.trees.distributed.shards import ALONE, Shards, Span
 from bitplan.trees.gradients import NO_WEIGHTS, Array, GradientPrecision, Gradients, TreesError, prepare, units
@@ -141,6 +141,8 @@ def boost(
     grow_on = _grower_of(settings, shards)
     bins = find_bins(rows.x, categorical, settings.max_bins, settings.seed, span)
     if len(rows.x) > SAMPLE_ROWS:
+        from bitplan.base.hardware import give_back_memory
+
         give_back_memory()
     if rows.first_scores is not None:
         booster = Booster(np.zeros(objective.outputs), rows.x.shape[1])

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from bitplan.base.documents import show
 from bitplan.base.errors import MeasureError
+from bitplan.base.hardware import give_back_memory
 from bitplan.files.engines.gguf_source import is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import is_gguf
 from bitplan.files.open_files import open_tensors
@@ -92,6 +93,8 @@ def load_for_running(
     with silence_transformers():
         lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
         require_causal(lm, lambda ids: lm(ids.to(lm.device)))
+    if target.type == "cpu":
+        give_back_memory()  # else the process's peak would depend on what loading has left
     return lm
 
 

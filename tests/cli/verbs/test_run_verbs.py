@@ -88,6 +88,13 @@ def test_refusals(models, capsys):
         assert message.count("\n") == 1
 
 
+def test_what_loading_has_freed_goes_back_to_the_system(models, monkeypatch):
+    given_back = []
+    monkeypatch.setattr(generation, "give_back_memory", lambda: given_back.append(True))
+    load_for_running(models / "packed")
+    assert given_back == [True]
+
+
 def test_logits_that_are_not_finite_are_no_tokens(models, monkeypatch):
     lm = load_for_running(models / "llama")
     monkeypatch.setattr(generation, "_end_tokens", lambda _lm, **_: set())
