@@ -23,7 +23,7 @@ from tests.searching.test_run import tiny_llama, tokens
 
 
 def test_weights_are_rounded_in_processes_as_here_and_errors_come_back(tmp_path):
-    subject, statistics = subject_of(tiny_llama()), InputStatistics()
+    subject, statistics = subject_of(tiny_llama(layers=1)), InputStatistics()
     add_windows(subject, tokens(), statistics, tmp_path, lambda _: None)
     pairs = [(name, fmt) for name in subject.sites for fmt in ("mxfp4", "q4_0_gguf")]
     found = []

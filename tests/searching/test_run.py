@@ -248,7 +248,7 @@ def test_formats_are_predicted_on_several_threads_as_on_one(monkeypatch):
 
 def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     """Stopped in the statistics, then in the checks: nothing that was done is done again."""
-    model, windows = tiny_llama(), tokens()
+    model, windows = tiny_llama(layers=1), tokens()
     calls = {"windows": 0, "checks": 0}
     stop_at = {"windows": 2, "checks": 3}
     real_add, real_measure = collect.add_windows, runner.PlanMeter.measure
