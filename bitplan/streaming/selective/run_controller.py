@@ -463,7 +463,8 @@ class RunController(Closing):
         chosen = self._chosen()
         if settings.is_due(step, settings.measure_every, 3, state.measured_at):
             state.measured_at = step
-            self._measure(step, chosen.option)
+            rows = (row for row in self.rows.values() if row.low is not None and row.part in chosen.option)
+            self._measure(step, {row.name for row in rows} - {*state.locked})
             budget = settings.noise_share * (state.noise or 0.0)
             switchable = [row for row in self.rows.values() if row.low is not None]
             low, locked = frozenset(state.low), frozenset(state.locked)
@@ -500,11 +501,9 @@ class RunController(Closing):
         state, settings = self.state, self.settings
         self._timing = None
         if state.queue is None:
-            low = frozenset(state.low)
-            option = frozenset(self.rows[name].part for name in low)
-            if option and step < settings.total_steps - 1:
+            if state.low and step < settings.total_steps - 1:
                 state.measured_at = step
-                self._measure(step, option)
+                self._measure(step, state.low)
             impacts = {name: state.impacts.get(name, 0.0) for name in state.low}
             state.queue = [list(one) for one in final_queue(impacts, step, settings.total_steps)]
         due = [name for at, name in state.queue if at <= step and name in state.low]
@@ -514,8 +513,8 @@ class RunController(Closing):
 
     # ---- measuring ---------------------------------------------------------------------------------------------------
 
-    def _measure(self, step: int, option: Option) -> None:
-        """The impact of every row of these parts, and the noise."""
+    def _measure(self, step: int, rows: Collection[str]) -> None:
+        """Measure the impact of these rows, and the noise; a group of blocks that has none of them costs nothing."""
         state, first = self.state, self._gradient(frozenset(), step, 0)
         size = float(first.square().sum())
         state.impacts, state.noise = {}, None
@@ -530,10 +529,10 @@ class RunController(Closing):
         state.noise = change(self._gradient(frozenset(), step, 1))
         blocks = [block.name for block in self.stream.blocks]
         count = min(self.settings.groups, len(blocks))
-        for part in sorted(option):
+        for part in sorted({self.rows[name].part for name in rows}):
             for index in range(count):
                 group = blocks[index * len(blocks) // count : (index + 1) * len(blocks) // count]
-                names = [name for name in (f"{block}.{part}" for block in group) if self._can_be_low(name)]
+                names = [name for name in (f"{block}.{part}" for block in group) if name in rows]
                 if names:
                     impact = change(self._gradient(frozenset(names), step, 0))
                     state.impacts |= dict.fromkeys(names, impact / len(names))

@@ -309,13 +309,20 @@ def test_measuring_leaves_no_trace():
         control.end_step()
         gradient = run.model.head.weight.grad.clone()
         state = torch.get_rng_state()
-        control._measure(1, frozenset(ALL_WIN))
+        rows, passes = {f"layers.{at}.{part}" for at in range(COUNT) for part in ALL_WIN}, []
+        control.probe = lambda number: (passes.append(number), run.probe(number))[1]
+        control._measure(1, rows)
+        groups = min(SETTINGS.groups, COUNT)
+        assert passes == [0, 1] + [0] * groups * len(ALL_WIN)
         assert torch.equal(run.model.head.weight.grad, gradient)
         assert torch.equal(torch.get_rng_state(), state)
         impacts = control.state.impacts
-        assert set(impacts) == {f"layers.{at}.{part}" for at in range(COUNT) for part in ALL_WIN}
+        assert set(impacts) == rows
         assert all(impact > 0 for impact in impacts.values())
         assert control.state.noise > 100 * impacts["layers.0.wire"]
+        control._measure(1, {"layers.0.wire"})  # no pass for groups that have no row in question
+        assert passes[2 + groups * len(ALL_WIN) :] == [0, 1, 0]
+        assert set(control.state.impacts) == {"layers.0.wire"}
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
