@@ -144,7 +144,7 @@ def compiled(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCo
 
 def inlined(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A part of kernels, compiled into each of them. Python cannot call it: a wrapper would take time to compile."""
-    pipeline = _of_parts(compiler)
+    pipeline = _of_parts(compiler)  # type: ignore[arg-type]  # a class is hashable; mypy doubts it
     return numba.njit(function, forceinline=True, no_cpython_wrapper=True, pipeline_class=pipeline, **OPTIONS)
 
 
@@ -155,7 +155,7 @@ def merged(function: Callable[..., Any]) -> Any:
 
 def called(function: Callable[..., Any], compiler: type[LoopCompiler] = LoopCompiler) -> Any:
     """A large part of kernels, compiled once, which kernels call."""
-    return numba.njit(function, no_cpython_wrapper=True, pipeline_class=_of_parts(compiler), **OPTIONS)
+    return numba.njit(function, no_cpython_wrapper=True, pipeline_class=_of_parts(compiler), **OPTIONS)  # type: ignore[arg-type]
 
 
 def address_of(kernel: Any, *examples: Any, kinds: tuple[Any, ...] | None = None) -> int:
