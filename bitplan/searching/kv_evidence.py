@@ -89,7 +89,10 @@ class KVShapes:
 def watch_kv(
     subject: SearchSubject, ids: Tensor, on_rows: Callable[[int, str, Tensor], None] = lambda *_: None
 ) -> tuple[KVShapes, Tensor]:
-    """Run a model as it is; gives the shapes of its keys and values, which `seen` gets, and logarithms of its odds."""
+    """Run the unquantized model on `ids`; return the shapes of its keys and values, and its log-probabilities.
+
+    `on_rows(layer, part, rows)` is called with the keys and then the values of each layer.
+    """
     model = subject.model
     if not hasattr(model, "config"):
         raise SearchError(f"{subject.where}: keys and values are known of models of transformers alone")

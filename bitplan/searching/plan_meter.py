@@ -184,7 +184,10 @@ class PlanMeter:
             return self._compare(label, logits, on_windows)
 
     def _around(self, _choice: Mapping[str, str]) -> Callable[[], AbstractContextManager[None]]:
-        """What else of the model a choice changes while it runs: nothing, but for groups that are no weights."""
+        """Return a function that makes a context in which the model runs under a choice, for what is not a weight.
+
+        Here it does nothing; the meter of keys and values overrides it.
+        """
         return nullcontext
 
     def _formats(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
@@ -293,7 +296,7 @@ class WindowLogits:
             return self._runner.leave(states)
 
     def kept(self, key: tuple[bytes, int], make: Callable[[], Tensor]) -> Tensor:
-        """What is kept under a key, or what `make` gives, which is kept where there is room."""
+        """Logits cached under `key`; otherwise those that `make` computes, which are cached while there is room."""
         logits = self._kept.get(key)
         if logits is None:
             logits = make()

@@ -131,7 +131,10 @@ _GGUF = re.compile(r"blk\.([0-9]+)\.ffn_(gate|up|down)_exps\.weight")
 
 
 def items_of_stacks(model: nn.Module, names: Mapping[str, str], slices: dict[str, ExpertSlice]) -> dict[str, str]:
-    """Add the experts of tensors that have all of a layer, where a packed layer runs them; and whose items they are."""
+    """Add to `slices` each expert of tensors that stack all experts of a layer, if a packed layer can run them.
+
+    `names` are the model's names of parameters by the file's names. Returned is the tensor's name by the expert's name.
+    """
     parameters = {named.name: named for named in named_parameters_of(model)}
     tensor_names: dict[str, str] = {}
     for tensor, ours in names.items():
@@ -221,7 +224,7 @@ class SearchSubject:
 
     @property
     def tensors(self) -> dict[str, SearchedTensor]:
-        """What gets a format, by the file's names."""
+        """The tensors that the search chooses formats for, by the file's names; experts of one stack are one tensor."""
         weights: dict[str, list[WeightSite]] = {}
         for site in self.sites.values():
             weights.setdefault(site.tensor or site.name, []).append(site)
@@ -307,7 +310,7 @@ class SearchSubject:
                 self.stays[tensor] = _staying(self.stored, tensor, site.role, reason)
 
     def _keep_blocks(self) -> None:
-        """What is streamed: the rest never crosses to the device."""
+        """Narrow the search to weights in blocks, the only ones that are streamed; an error if there are none."""
         if not self.runner.blocks:
             raise SearchError(
                 f"{self.where}: no list of blocks was found to stream; search for another target",
@@ -340,14 +343,17 @@ class SearchSubject:
         return broken
 
     def numbers_with(self, name: str) -> int:
-        """How many numbers a weight has; an expert's, those of all experts in its stack."""
+        """The number of elements of a weight; for an expert's, that of the tensor that stacks all experts."""
         site = self.sites[name]
         if site.slice is None:
             return math.prod(site.shape)
         return self.model.get_parameter(site.slice.stack).numel()
 
     def replaced_by(self, weights: Callable[[str], Tensor | None]) -> Replaced:
-        """What the runner takes, of numbers by the file's names."""
+        """Turn `weights`, a function of the file's names, into one of the model's names, as the runner takes it.
+
+        Either returns the new numbers of a weight, or None to keep it; experts are written into a copy of their stack.
+        """
         ours = {self.names[name]: name for name, site in self.sites.items() if site.slice is None}
         stacks: dict[str, list[ExpertSlice]] = {}
         for site in self.sites.values():
@@ -452,7 +458,7 @@ def _device_of(model: nn.Module) -> torch.device:
 
 
 def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, TensorSpec], dict[str, str]]:
-    """What the file holds, and under which name of the model each tensor lies."""
+    """Read a file's headers: the spec of each tensor, and the model's name of those that are parameters of `model`."""
     parameter_names = {named.name for named in named_parameters_of(model)}
     with open_tensors(path) as file:
         tensors = dict(file.specs)

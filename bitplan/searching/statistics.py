@@ -330,7 +330,7 @@ class SumFiles:
 
 
 class ShareSums(NamedTuple):
-    """What a share of the windows gives, beside its matrices."""
+    """The sums that one share of the text windows adds to the statistics; its matrices are passed separately."""
 
     small: Mapping[str, Tensor]
     shared: Mapping[str, str]
@@ -520,7 +520,7 @@ class InputStatistics:
 
 
 def how_to_begin_again(folder: Path) -> str:
-    """What lets a search begin again in a folder."""
+    """The sentence for error messages that tells a user how to restart a search in `folder`."""
     return f"remove {folder} to begin again"
 
 
@@ -602,7 +602,10 @@ def shares_of(windows: Sequence[Tensor], done: int) -> list[WindowShare]:
 def sums_of_share(
     subject: SearchSubject, share: WindowShare, scratch: Path, on_step: Callable[[int], None] = lambda _count: None
 ) -> tuple[ShareSums, Mapping[str, StoredTensor]]:
-    """What a share gives, to be added where all shares are; its matrices lie in files of `scratch`."""
+    """Compute the sums over one share of the text windows; the caller adds those of all shares.
+
+    Returned are the small sums, and by name the matrices, which lie in files in the folder `scratch`.
+    """
     passes = _Passes(subject, share, scratch, on_step)
     return passes.run(), passes.files
 
@@ -946,7 +949,7 @@ def _experts_by_block(subject: SearchSubject) -> dict[int, list[ExpertSlice]]:
 
 
 def _by_expert(slices: Sequence[ExpertSlice]) -> dict[tuple[str, int], list[ExpertSlice]]:
-    """The weights of each expert that read one input."""
+    """Group slices by (name of the stacked tensor, expert's number): weights of a group read the same input."""
     slices_of_expert: dict[tuple[str, int], list[ExpertSlice]] = {}
     for expert in slices:
         slices_of_expert.setdefault((expert.stack, expert.expert), []).append(expert)
@@ -976,7 +979,10 @@ def _require_gradient(_module: nn.Module, _args: Any, output: Tensor) -> Tensor:
 
 
 def _in_the_order_of_the_file(subject: SearchSubject) -> set[str]:
-    """Weights of layers alone whose rows are outputs in the file's order: loading a GGUF moves those of some."""
+    """Names of weights that only linear layers use and whose rows lie in memory in the order of the file.
+
+    Loading a GGUF permutes the rows of some weights; these are found by their digests and left out.
+    """
     layers = {name for name, site in subject.sites.items() if site.linears and not site.embeddings}
     if subject.path is None or subject.path.is_dir():
         return layers

@@ -319,7 +319,10 @@ class RoutedExperts:
         return chosen
 
     def load(self, at: int, chosen: Sequence[int]) -> Tensor:
-        """Load these experts into a slot, and return it; it holds them until another mixture is loaded."""
+        """Bring the experts `chosen` of mixture layer number `at` to the device; return the buffer that holds them.
+
+        The buffer is valid until another mixture layer is loaded.
+        """
         buffer = self.memory.has(at, chosen)
         if buffer is None:
             with self._noted(at):

@@ -317,7 +317,10 @@ class TreeGrower:
         return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins)
 
     def _category_sets(self, columns: Array, left_bins: Array) -> tuple[Array | None, ...]:
-        """The categories that go left at each node; None where it splits no categories."""
+        """For each node the array of categories that go left, or None if its feature, in `columns`, is not categorical.
+
+        `left_bins` is a 0/1 matrix [nodes, bins]: 1 where the bin goes left.
+        """
         sets: list[Array | None] = [None] * len(columns)
         for node in np.flatnonzero(self._bins.is_category[columns]) if self._has_categories else ():
             categories = self._bins.edges[columns[node]]

@@ -101,7 +101,7 @@ def fit(
 
 
 def show_fit(result: FitResult, out: Path) -> None:
-    """A table of plans, what the memory is for, and the commands that come next."""
+    """Print a table of the plans, how the memory is used, warnings, and the commands to run next."""
     from bitplan.cli.verbs.search import kinds_columns, next_step, output_name
     from bitplan.searching.runtime_formats import target_of
 

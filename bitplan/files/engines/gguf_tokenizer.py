@@ -83,7 +83,11 @@ def tokenizer_metadata(folder: Path, vocabulary: int, pretokenizer: str | None =
 
 
 def _is_byte_level(document: dict[str, Any]) -> bool:
-    """Whether its pieces are of bytes as letters. transformers 5.17 says byte_fallback, too, of one read from GGUF."""
+    """Whether a tokenizer.json is of a byte-level BPE tokenizer, which spells each byte as one character.
+
+    `byte_fallback` alone does not tell: transformers 5.17 also sets it in a byte-level tokenizer that it read from
+    GGUF.
+    """
     splits = json.dumps(document.get("pre_tokenizer"))
     return not document["model"].get("byte_fallback") or '"ByteLevel"' in splits
 
@@ -277,7 +281,10 @@ def _number(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def _is_of_one_text(record: logging.LogRecord) -> bool:
-    """Whether gguf's remark is not about pairs of texts: it knows only BERT's, and says that Gemma's are unknown."""
+    """Whether to keep a log message of the gguf package: False for its warning about templates for pairs of texts.
+
+    The package knows BERT's template only, and warns of those of others, as Gemma's.
+    """
     return "TemplateProcessing<pair>" not in record.getMessage()
 
 

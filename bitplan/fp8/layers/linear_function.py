@@ -133,7 +133,12 @@ def define_layer_operator(
 
 
 def with_bound_calls(name: str, operator: Callable[..., tuple[Tensor, ...]]) -> Callable[..., tuple[Tensor, ...]]:
-    """The function of this operator; on a GPU with calls that are bound for what they depend on."""
+    """Return a function that gives the results of `operator`, and on a GPU repeats prepared launches.
+
+    For CUDA inputs `BINDERS[name]` makes a key of shapes, types and settings, and a launch with these arguments
+    checked; calls with the same key run that launch. CPU inputs, and calls that cannot be prepared, run `operator`
+    itself.
+    """
     bound: dict[tuple[Any, ...], Any] = {}
     key_of: Any = None
     bind: Any = None

@@ -371,7 +371,7 @@ class Norms:
         return (square.inputs[0], None if eps is None else float(eps), step) if is_square else None
 
     def _are_equal(self, one: int, other: int) -> bool:
-        """The same value but for casts, or the same difference of two values, computed twice."""
+        """Whether two values are the same one but for casts, or the same difference computed twice."""
         one, other = self._uncast(one), self._uncast(other)
         if one == other:
             return True
@@ -390,7 +390,11 @@ class Norms:
         return mean is not None and mean.name == "mean" and self._uncast(mean.inputs[0]) == self._uncast(step.inputs[0])
 
     def _factor_after(self, value: int, dtype: Any) -> tuple[int, ReadWeight | None, ReadWeight | None, bool, bool]:
-        """What follows the normed numbers: casts, a factor, an addend. The last value, and what was found."""
+        """Follow a norm's result `value` through casts, multiplication by a weight and addition of a bias.
+
+        Returned are the last value, the weight and the bias (None if there is none), whether the factor is 1 + weight,
+        and whether the result was cast to `dtype` before the weight.
+        """
         graph = self.graph
         weight, bias, plus_one, before = None, None, False, False
         while True:
@@ -659,7 +663,10 @@ def describe_step(step: Step) -> str:
 
 
 def roles_by_function(graph: Graph) -> dict[str, str]:
-    """What parameters are for that no part reads: named by the first function that reads them."""
+    """The role ("bias", "scale" or "other") of each parameter, by name, from the first function that reads it.
+
+    Callers use it for parameters that belong to no recognised part of a model.
+    """
     roles: dict[str, str] = {}
     for step in graph.steps:
         for value in step.inputs:

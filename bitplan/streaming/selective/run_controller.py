@@ -136,7 +136,10 @@ class SwitchesProducts(Protocol):
 
 
 class RunRow(NamedTuple):
-    """A part of a block; `low` None: it does not change."""
+    """One part of a block, with its two formats: `high`, and the cheaper `low` to which the controller may switch it.
+
+    `low` is None where the part always stays in `high`. `reason` says why a run begins in `high`.
+    """
 
     block: str
     part: str
@@ -541,7 +544,11 @@ class RunController(Closing):
         return name in self.rows and self.rows[name].low is not None
 
     def _gradient(self, low: frozenset[str], step: int, number: int) -> Tensor:
-        """Numbers of the gradient of a fixed batch, with these rows low; the step is dropped by the next begin_step."""
+        """Run fixed batch `number` forward and backward, with `low` rows in low formats; return gradient samples.
+
+        They are one float32 vector on the CPU, of evenly spaced numbers of every gradient. The next begin_step drops
+        the step.
+        """
         self._run_with(low, step)
         with self._no_trace():
             self._probe(number).backward()

@@ -368,7 +368,11 @@ class HostTraining:
 
     @property
     def _update_s(self) -> float:
-        """How long an update may take: one that waits for other processes says itself which of them is late."""
+        """Seconds until an update counts as stuck.
+
+        With several processes it is more than twice the timeout of one, so that the error of the collective, which
+        names the late process, comes first.
+        """
         return self._timeout_s if self.processes is None else 2 * self._timeout_s + 2 * ROLL_CALL_S
 
     @property
@@ -597,7 +601,7 @@ class HostTraining:
         return gradients.overflowed
 
     def _look_at_scaled(self, gradients: StepGradients, flags: SentFlags) -> bool:
-        """Wait for gradients of a scaled loss; whether they are finite."""
+        """Wait until the gradients of a scaled loss are on the host, and return whether all of them are finite."""
         self._await_arrival(gradients)
         return not self._finite.not_finite(flags)
 

@@ -178,7 +178,7 @@ class SlotRing:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """What slots are made of, by the names of StreamStats."""
+        """The counts and bytes of the slots, by the names of fields of StreamStats."""
         return {
             "vram_bytes": self.nbytes,
             "ring_slots": len(self.slots),
@@ -223,7 +223,7 @@ class SlotRing:
                 slot.hold(None, None)
 
     def scratch_of(self, block: int | None) -> Tensor:
-        """Where a block's decoded weights lie."""
+        """The buffer for a block's decoded weights: its own if it is resident and has one, else the ring's."""
         slot = None if block is None else self.resident.get(block)
         return self.scratch if slot is None or slot.scratch is None else slot.scratch
 

@@ -65,7 +65,7 @@ class _Messages:
         return came
 
     def close(self) -> None:
-        """A thread that waits for a message goes on with an error."""
+        """Close the connection; a thread that waits for a message on it gets an error."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._file.close()

@@ -148,7 +148,11 @@ def sum_exactly(parts: Sequence[Array], shards: Shards) -> list[float]:
 
 
 def _limbs(part: Array, top: float, bits: int) -> list[Array]:
-    """Coarse and fine sums, of a piece at a time: no second copy of a long array is made."""
+    """Sum floats as two integers, for each piece of `part`: an array [coarse sum, fine sum] a piece.
+
+    Coarse sums count in units of which numbers up to `top` have `bits` bits; fine sums add up what rounding to those
+    units left. Pieces keep a long array from being copied as a whole.
+    """
     power = bits - math.frexp(top)[1]
 
     def add_up(start: int) -> Array:
@@ -244,7 +248,7 @@ def _weight_below(totals: Array, share: float) -> Array:
 
 
 def _between(lower: Array, upper: Array, part: Array) -> Array:
-    """A number between two; for a half their mean, as a median is."""
+    """Interpolate elementwise: lower + part * (upper - lower); the mean of both where `part` is 0.5."""
     inside = np.where(part == 0.5, (lower + upper) / 2, lower + (upper - lower) * part)
     return np.where((lower == upper) | (part == 0.0), lower, inside)
 
