@@ -3,8 +3,9 @@
 The probe is the model's own architecture with few layers, a small vocabulary and packed weights of no meaning: what
 passes between layers, masks and decoded keys and values do not depend on the number of layers, and logits are counted.
 Its cache is filled with numbers up to the context; then the last piece of a prompt and one token are read, as
-`generate` reads them, and the highest resident memory of that process (on a GPU, of torch's allocator), less the
-weights and the cache that it held, is the answer, with 2% more: what is asked for is a limit.
+`generate` reads them, on a CPU a few pieces on the way, too. The highest resident memory of that process (on a GPU, of
+torch's allocator), less the weights and the cache that it held, is the answer, with 2% more: what is asked for is a
+limit.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ WIDE, NARROW, MORE_LAYERS = "int8_row", "mxfp4", 4  # formats and layers whose t
 TIMED_TOKENS, WARM_TOKENS = 12, 4
 SHORTEST = 1e-7  # microseconds a byte: 10 TB/s
 CYCLES_A_SECOND, LONGEST_WAIT_S = 2_000_000_000, 0.2  # of a GPU that waits for its host
+MOST_PIECES = 4  # of a prompt, that the probe reads on a CPU
 MARGIN = 1.02  # two runs of one process differ by 1 to 1.5%
 
 
@@ -258,9 +260,14 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
     with torch.inference_mode():
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=torch_device), use_cache=False)  # compiled loops
         piece = min(PIECE_TOKENS, max(1, context - 1))
-        cache = _filled(model, batch, context - 1 - piece, torch_device)
+        pieces = _pieces_read(max(1, context - 1), piece, MOST_PIECES if torch_device.type == "cpu" else 1)
+        cache = _filled(model, batch, pieces[0][0], torch_device)
         _forget_peak(torch_device)
-        for length in (piece, 1):
+        held = pieces[0][0]
+        for start, length in (*pieces, (context - 1, 1)):
+            if start > held:
+                _fill(model, cache, batch, start - held, torch_device)
+            held = start + length
             model(
                 input_ids=torch.zeros(batch, length, dtype=torch.int64, device=torch_device),
                 past_key_values=cache,
@@ -276,6 +283,20 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
         return answer
     floor = max(0, torch.cuda.memory_allocated(torch_device) - own_bytes)
     return answer | {"floor": floor + max(0, logits), "decoded": _decoded_bytes(torch_device)}
+
+
+def _pieces_read(tokens: int, piece: int, most: int) -> list[tuple[int, int]]:
+    """Where the pieces of a prompt that are read begin, and their lengths; the last ends with the prompt.
+
+    Several, for contexts that grow: what is freed behind each of them stays in the process, in blocks of other sizes.
+    """
+    count, found, read = min(most, -(-tokens // piece)), list[tuple[int, int]](), 0
+    for number in range(1, count + 1):
+        end = tokens * number // count
+        start = max(read, end - piece)
+        found.append((start, end - start))
+        read = end
+    return found
 
 
 def _storage_bytes(cache: Any) -> int:

@@ -294,6 +294,20 @@ def test_the_probe_counts_what_is_neither_weights_nor_cache():
     assert more_logits["nbytes"] - small["nbytes"] > 10**9 - 10**8
 
 
+@pytest.mark.parametrize(
+    ("tokens", "most", "pieces"),
+    [
+        (2047, 4, [(0, 511), (511, 512), (1023, 512), (1535, 512)]),
+        (2047, 1, [(1535, 512)]),
+        (8191, 4, [(1535, 512), (3583, 512), (5631, 512), (7679, 512)]),
+        (700, 4, [(0, 350), (350, 350)]),
+        (1, 4, [(0, 1)]),
+    ],
+)
+def test_the_probe_reads_pieces_of_a_growing_context(tokens, most, pieces):
+    assert memory_probe._pieces_read(tokens, 512, most) == pieces
+
+
 def test_the_probe_of_a_mixture_takes_inputs_as_packed_experts_do():
     config = transformers.MixtralConfig(
         hidden_size=64,
