@@ -763,6 +763,19 @@ def controller_table() -> str:
     return "\n".join(lines)
 
 
+def llama_cpu_table() -> str:
+    """Tokens and prompts of a CPU beside llama.cpp: seconds of the processor, and the share of its speed."""
+    lines = [
+        "| on a CPU, one thread | llama.cpp's file | ms a token, llama.cpp | ms a token, ours | tokens, of llama.cpp's | prompts |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in _read("packed_cpu_xeon_llama_cpp")["llama_cpp_processor_time"]:
+        milliseconds = [f"{row[f'{engine}_token_ms']:.1f}" for engine in ("llama_cpp", "bitplan")]
+        shares = [f"{row[f'of_llama_cpp_{what}_ms']:.2f}" for what in ("token", "prompt")]
+        lines.append("| " + " | ".join([row["format"], row["file_format"], *milliseconds, *shares]) + " |")
+    return "\n".join(lines)
+
+
 NOT_MEASURED = "not measured"
 
 
@@ -877,7 +890,7 @@ PLACES = {  # page: its tables
     "docs/choosing.md": (choosing_table, training_choice_table),
     "docs/figures.md": (short_searched_table, demo_table, speed_table),
     "docs/quality.md": (small_quality_table,),
-    "docs/packed.md": (decode_table, launched_table, prompts_table),
+    "docs/packed.md": (decode_table, launched_table, prompts_table, llama_cpu_table),
     "docs/streaming.md": (streaming_table,),
     "docs/adaptive-fp8.md": (
         fp8_styles_table,
