@@ -766,7 +766,8 @@ def controller_table() -> str:
 def llama_cpu_table() -> str:
     """Tokens and prompts of a CPU beside llama.cpp: seconds of the processor, and the share of its speed."""
     lines = [
-        "| on a CPU, one thread | llama.cpp's file | ms a token, llama.cpp | ms a token, ours | tokens, of llama.cpp's | prompts |",
+        "| on a CPU, one thread | llama.cpp's file | ms a token, llama.cpp | ms a token, ours "
+        "| tokens, of llama.cpp's | prompts |",
         "|---|---|---|---|---|---|",
     ]
     for row in _read("packed_cpu_xeon_llama_cpp")["llama_cpp_processor_time"]:
