@@ -174,7 +174,7 @@ def is_old_name(package: str, name: str) -> bool:
 
 
 def old_name(package: str, name: str) -> Any:
-    """What a name of this package stands for, from its new place."""
+    """The object that the old name `package.name` stands for, imported from its new module, with a FutureWarning."""
     if not is_old_name(package, name):
         raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules.get(package))
     home, attribute, call = _REPLACED.get(name) or (_home_of(name), name, f"{_home_of(name)}.{name}")

@@ -69,7 +69,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def _verbs_there(words: Sequence[str]) -> str:
-    """What there is instead of an unknown verb that is like none."""
+    """The end of the error message for an unknown verb that resembles no other: the verbs that exist."""
     group: Any = _command()
     for word in words:
         if word not in getattr(group, "commands", {}):

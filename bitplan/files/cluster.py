@@ -35,7 +35,7 @@ AHEAD = 2  # tasks that wait for each thread: their answers lie in workers
 
 
 class Maker(Protocol):
-    """What a worker prepares once: it has the files open."""
+    """What each thread of a worker prepares once: it has `files` open, and `make` turns a job into its result."""
 
     @property
     def files(self) -> Sequence[Path]: ...
@@ -91,7 +91,7 @@ class Cluster(Closing):
         return sum(self._client.nthreads().values())
 
     def map(self, prepare: Callable[[], Maker], jobs: Iterable[Job]) -> Iterator[Any]:
-        """What a maker makes of each job, in their order; every thread of a worker prepares one maker.
+        """Run the jobs on the workers and yield their results, in order; each thread of a worker prepares one maker.
 
         `prepare` and the jobs are sent as they are pickled; tensors come back in any type of torch's.
         """

@@ -146,7 +146,7 @@ def shown_inputs(config: Mapping[str, Any] | None) -> str | None:
 
 
 def _inputs_of(plan: Plan) -> str | None:
-    """What a config says of a plan's inputs."""
+    """The entry of config.json for inputs: the one format of all (None: not rounded), or BY_LAYER if layers differ."""
     formats = {plan[name].input for name in (*multiplied_names(plan), *plan.inputs)} or {None}
     return formats.pop() if len(formats) == 1 else BY_LAYER
 

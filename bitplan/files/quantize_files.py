@@ -73,7 +73,7 @@ NO_STATISTICS = "no statistics"
 
 @dataclass
 class QuantizeReport:
-    """What happened to every tensor.
+    """The report of a quantization: a row for every tensor, and notes.
 
     The row of an encoded tensor has `sqnr_db` (None: exact), and the shares of the `counted` numbers that saturated and
     that became zero; in other rows these are None. With evidence, `rounding` says what was minimised, and the error
@@ -151,7 +151,7 @@ OnTensor = Callable[[TensorSpec], None]
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """What few need of `quantize_file`.
+    """The less common options of `quantize_file`.
 
     shard_bytes  for a Hugging Face folder: the most bytes in a file of weights
     on_tensor    is called with every tensor of the source that is done
@@ -506,7 +506,7 @@ class TensorEncoder:
         self._file.close()
 
     def copies(self, job: tuple[str, str | None]) -> bool:
-        """Whether the tensor's bytes stay, with their filling."""
+        """Whether a job (tensor, format) copies the tensor's bytes: no format is wanted, or it has it already."""
         name, fmt = job
         spec = self._file.spec(name)
         return fmt is None or (spec.encoded and spec.format == fmt)
@@ -542,7 +542,7 @@ class TensorEncoder:
 def open_encoder(
     source: Path, sizes: Mapping[str, int], is_folder: bool, how: Conversion, evidence: Path | None
 ) -> TensorEncoder:
-    """What a worker of a cluster encodes with."""
+    """Make the encoder of a cluster's worker; an error if its files are not of `sizes`."""
     return opened_as_here(source, sizes, lambda: TensorEncoder(_open(source, is_folder=is_folder), how, evidence))
 
 
@@ -562,7 +562,7 @@ def _check_whole(file: TensorFile) -> list[str]:
 
 
 def _fitted(fmt: Wanted, file: TensorFile) -> Wanted:
-    """What is wanted, under the file's names; only a plan may have others."""
+    """Return `fmt`; a plan over other names than the file's is renamed to the file's."""
     if not isinstance(fmt, Plan) or fmt.keys() == {*file.specs, *file.tied}:
         return fmt
     from bitplan.files.engines.gguf_source import fit_names

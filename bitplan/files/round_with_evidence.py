@@ -224,7 +224,7 @@ def _stacked(items: Sequence[Encoded]) -> Encoded:
 
 
 def _together(roundings: Sequence[Rounding]) -> Rounding:
-    """What was gained over all experts: the mean of their errors, each over that of its own weights."""
+    """Combine the roundings of all experts of a tensor into one: errors are averaged, strips are added up."""
     count = len(roundings)
     return replace(
         roundings[0],

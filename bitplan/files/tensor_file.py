@@ -142,7 +142,7 @@ class ReadableTensor(TensorRecord):
 
     @property
     def is_integer(self) -> bool:
-        """Whether it is a buffer, not weights."""
+        """Whether the tensor's type is neither floating-point nor complex, so that it is a buffer and not a weight."""
         return "float" not in self.dtype and "complex" not in self.dtype
 
 

@@ -160,7 +160,10 @@ def _reach(fmt: Format) -> float:
 
 
 def _base_moves(fmt: Format, scales: BasedScales, exact_scales: Tensor, base: Tensor, fresh_base: Tensor) -> Tensor:
-    """Whether the base of the tensor must be chosen again, as a flag on the device."""
+    """Whether to replace the base of a tensor's scales by `fresh_base`: a bool tensor on the device.
+
+    True if scales overflow with the present base, or are lost although a much smaller one would hold them.
+    """
     overflows = ~(fresh_base <= base * _reach(fmt))
     stored = scales.load(scales.store(exact_scales, base), base)
     lost = (exact_scales > 0) & ((stored == 0) | (stored > SHRINK * exact_scales))

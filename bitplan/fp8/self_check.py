@@ -44,7 +44,7 @@ class _NotComparedError(Fp8Error):
 
 
 def make_of(block: str, members: Sequence[LayerDecision]) -> tuple[object, ...]:
-    """What blocks have in common that need be tried once: their layers, and what these become."""
+    """A key of a block's layers and what they become: of blocks with equal keys only one need be tried."""
     inner = [member.within(block) for member in members]
     return tuple((one.site.path, one.site.shape, one.site.norm, one.choice.products, one.joins) for one in inner)
 
@@ -63,7 +63,10 @@ def built_block(plain: nn.Module, path: str, members: Sequence[LayerDecision], m
 def compare_blocks(
     model: nn.Module, sites: Sites, decided: Sequence[LayerDecision]
 ) -> tuple[tuple[LayerDecision, ...], tuple[Compared, ...]]:
-    """What is decided, less what was seen to compute something else, and a figure for each make of block."""
+    """Run one block of each make in FP8 and in BF16, and take back decisions where the results differ too much.
+
+    Returned are the decisions, in the order of `decided`, and one comparison for each make of block.
+    """
     blocks: dict[str, list[LayerDecision]] = {}
     for layer in decided:
         blocks.setdefault(sites.block_of(layer.site.path), []).append(layer)

@@ -414,7 +414,7 @@ def _labels(
 
 
 def _numbered(measured: Sequence[RecordFields]) -> str:
-    """What the numbers of a picture stand for."""
+    """The legend of a picture that numbers its points: "number: label" for each measured rival; empty without any."""
     words = [f"{number}: {row.text('label')}" for number, row in enumerate(measured) if row.text("kind") != "plan"]
     return f"{'; '.join(words)}." if words else ""
 

@@ -196,7 +196,7 @@ class VectorScales:
     stored: Tensor
 
     def steps(self) -> Tensor:
-        """What vectors' numbers are multiplied by, [R, groups]."""
+        """The scale of each group, float32 [R, groups]: the numbers of its codebook vectors are multiplied by it."""
         wide = self.d.repeat_interleave(NUMBERS // self.layout.group, 1)
         return wide * self.layout.multiples(self.stored)
 

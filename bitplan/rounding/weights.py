@@ -266,7 +266,7 @@ UNSEEN = 1e-6
 
 @dataclass(frozen=True)
 class Rounding:
-    """What was gained.
+    """The result of rounding a weight: the error that was minimised, before and after.
 
     measure    what was minimised: the squared error of the weights, weighted by second moments of the inputs, or the
                squared error of the outputs, alone or weighted by the gradients of the loss by them

@@ -47,7 +47,7 @@ def torch_threads(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class BlockCall:
-    """What a model gives a block beside the state."""
+    """The arguments that a model passes to a block beside the hidden state."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -116,7 +116,7 @@ class BlockRunner:
             self.blocks, self._in_block = [], []
 
     def parameters_outside(self) -> list[nn.Parameter]:
-        """What lies outside of blocks, each once."""
+        """The parameters that are in no block, tied ones once."""
         return list({id(named.parameter): named.parameter for named in self._outside}.values())
 
     def is_in_block(self, name: str) -> bool:
@@ -133,7 +133,10 @@ class BlockRunner:
 
     @contextmanager
     def outside(self, replaced: Replaced | None = None) -> Iterator[None]:
-        """What lies outside of blocks, in place; stays in memory between uses."""
+        """Context in which the parameters outside of blocks are loaded, with numbers from `replaced`.
+
+        They stay in memory between uses.
+        """
         with self._in_place(self._outside, replaced, keep=True):
             yield
 
@@ -185,7 +188,11 @@ class BlockRunner:
     # ---- passes ------------------------------------------------------------------------------------------------------
 
     def enter(self, ids: Tensor, *, calls: int | None = None, strict: bool = False) -> TokenStates:
-        """What the first block gets, and how each (or the first `calls`) is called; `outside` weights are in place."""
+        """Run the model on `ids` up to its blocks; return the first block's input and the arguments of each call.
+
+        Only the first `calls` calls are recorded if that is given. Call it within `outside`. `strict` also checks that
+        each block gets the output of the one before.
+        """
         ids = ids.to(self.device)
         if not self.blocks:
             return TokenStates(ids, None)

@@ -101,7 +101,7 @@ class EvidenceFolder:
             evidence.save(self.folder / EVIDENCE)
 
     def contents(self) -> str:
-        """What is there, in words; nothing where it is empty."""
+        """Describe for a message what the folder of a search holds; an empty string if nothing."""
         parts = []
         if self.folder is not None and (self.folder / STATISTICS).exists():
             with open_tensors(self.folder / STATISTICS) as file:
@@ -470,7 +470,7 @@ _taking_sums = threading.Lock()  # how many threads torch uses is of a process, 
 
 
 class SumsOfShares:
-    """What a worker of a Dask cluster has open to take sums of windows: the model, and a folder for matrices."""
+    """Computes sums of text windows on a Dask worker, with the open model and a scratch folder for matrices."""
 
     def __init__(self, subject: SearchSubject, files: Sequence[Path], threads: int, scratch: Path) -> None:
         self.files, self._subject, self._threads, self._scratch = files, subject, threads, scratch
@@ -516,7 +516,10 @@ Answer = tuple[ShareSums, Iterator[tuple[str, Tensor]]]
 def _sums_of_workers(
     cluster: Cluster, subject: SearchSubject, shares: Sequence[WindowShare]
 ) -> Generator[Answer, None, None]:
-    """What the shares give, in their order; of each its gradients come before its inputs."""
+    """Compute the sums of shares on a cluster; yield them in order, with their matrices.
+
+    A share is divided in two jobs: the sums of gradients come before those of inputs.
+    """
     assert subject.path is not None
     path, names, threads = subject.path.absolute(), list(subject.sites), torch.get_num_threads()
     prepare = partial(open_sums, path, file_sizes(_files_of(path)), names, subject.device.type, threads)

@@ -80,7 +80,7 @@ class RoundingJob:
         ]
 
     def rounded(self) -> Iterator[Encoded]:
-        """What is wanted, one after the other."""
+        """Round the job's weights and yield the result for each entry of `wanted`, in order."""
         hessian = _tensor(self.hessian)
         inputs = None if hessian is None else InputHessian(hessian)
         for name, fmt, _ in self.wanted:
@@ -117,7 +117,10 @@ class RoundingProcesses:
                 self._pool.submit(_compile, tuple(formats))
 
     def round(self, jobs: Iterable[RoundingJob]) -> Iterator[tuple[str, str, dict[str, StoredTensor]]]:
-        """What is rounded, as it comes; jobs are asked for a few at a time."""
+        """Run jobs in worker processes and yield (weight, format, rounded parts) as they finish.
+
+        Only a few jobs are taken from `jobs` ahead of those that run.
+        """
         waiting: set[Future[list[tuple[str, str, dict[str, StoredTensor]]]]] = set()
         try:
             with self._ends_are_named():
@@ -171,7 +174,7 @@ class ClusterRounding:
         """Do nothing: each worker compiles the loops of a format when it first rounds to it."""
 
     def round(self, jobs: Iterable[RoundingJob]) -> Iterator[tuple[str, str, dict[str, StoredTensor]]]:
-        """What is rounded, in the order of the jobs."""
+        """Run jobs on a Dask cluster and yield (weight, format, rounded parts) in the order of the jobs."""
         sent, writer = deque[RoundingJob](), ScratchWriter()
 
         def sending() -> Iterator[RoundingJob]:
@@ -218,7 +221,7 @@ UNSEEN = 0.5  # how often a token that the text did not have counts as seen
 
 
 class _Recent(threading.local):
-    """What a thread read last: weights, for the formats of a group come one after the other, and a Hessian."""
+    """The weights and the Hessian that a thread read last: it needs them again for the other formats of a group."""
 
     def __init__(self) -> None:
         self.weights: dict[str, Tensor] = {}
@@ -440,7 +443,7 @@ class RoundedWeights:
         return weights[name]
 
     def _has_room(self, numbers: int) -> bool:
-        """Whether one more weight may be remembered: those of a head can be larger than a block."""
+        """Whether one more weight of `numbers` elements may be kept; a head's can be larger than a block."""
         weights = self._recent.weights
         return len(weights) < MOST_WEIGHTS and numbers + sum(map(Tensor.numel, weights.values())) <= MOST_NUMBERS
 

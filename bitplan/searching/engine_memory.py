@@ -26,7 +26,7 @@ from bitplan.searching.goal import SearchError
 
 
 class Held(Protocol):
-    """What an engine holds at once."""
+    """The texts that an engine must hold at once: `batch` of them, of `context` tokens each, on a GPU or not."""
 
     @property
     def context(self) -> int: ...
@@ -40,7 +40,7 @@ class Held(Protocol):
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What an engine does with keys and values.
+    """How an engine stores keys and values, and what memory it needs besides.
 
     formats   that it keeps them in, and what its command line calls them
     shared    parts that have one format together: of every layer its own ("none"), keys of all layers and values of all

@@ -136,12 +136,12 @@ class FitGoal:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether bitplan runs it on a GPU, beside whose weights scales lie in their kernels' order."""
+        """Whether bitplan itself runs the model on a GPU; scales then also lie in the order of the kernels."""
         return self.engine.overhead is None and device(self.device).type == "cuda"
 
     @property
     def of_bytes(self) -> Goal:
-        """What the solver is asked for."""
+        """The solver's goal if only the device's memory is limited."""
         return Goal(nbytes=self.memory, kinds=self.kinds)
 
     def to_dict(self) -> dict[str, Any]:
@@ -570,7 +570,7 @@ class _Fitter:
 
 
 def _limit(joint: SearchEvidence, goal: FitGoal, probe: MemoryProbe) -> Goal:
-    """What the solver is asked for: bytes, or bytes in both memories and a time."""
+    """The solver's goal: a limit of bytes, or with `goal.ram` limits of both memories and of the time."""
     if goal.ram is None:
         return goal.of_bytes
     assert probe.times is not None
@@ -594,7 +594,7 @@ def _compared(joint: SearchEvidence, choice: Mapping[str, str]) -> list[str]:
 
 
 def _take_corrections(joint: SearchEvidence, *parts: SearchEvidence) -> None:
-    """What measured plans said of formats, into the evidence of weights and of keys and values."""
+    """Copy the corrections that measured plans gave the costs of formats from `joint` into each of its `parts`."""
     for part_evidence in parts:
         for name, group in part_evidence.groups.items():
             costs = joint.groups[name].formats
@@ -669,7 +669,7 @@ def plan_fit(folder: str | Path, goal: FitGoal) -> FitResult:
 
 
 def _as_found(document: Mapping[str, Any], weights: SearchEvidence, kv: SearchEvidence, goal: FitGoal) -> FitResult:
-    """What a fit handed over, with what was measured of it."""
+    """Rebuild the FitResult of an earlier fit from its document and the evidence; an error if they do not match."""
     groups = {**weights.groups, **kv.groups}
     for one in (document["plan"], *document["measured"]):
         choice = one["choice"]

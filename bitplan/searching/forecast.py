@@ -69,7 +69,7 @@ def in_shares(stage: Stage, phase: str, total: int) -> Iterator[Advance]:
 
 
 def _pace(took: float, expected: float, trusted: float) -> float:
-    """How many times as long as expected steps took; after few of them, about as long."""
+    """The ratio of time taken to time expected, drawn towards 1 as if `trusted` more seconds had been as expected."""
     return (took + trusted) / (expected + trusted) if expected + trusted > 0 else 1.0
 
 
@@ -338,7 +338,7 @@ def within_memory(
 
 
 def _resident() -> int:
-    """What this process has in memory now; where the system does not say, nothing."""
+    """The resident bytes of this process; 0 where the system does not say."""
     pages = Path("/proc/self/statm")
     return int(pages.read_text().split()[1]) * 4096 if pages.is_file() else 0
 

@@ -55,7 +55,7 @@ def parse_kinds(text: str) -> Kinds:
 
 
 def kinds_document(kinds: Kinds) -> dict[str, Any]:
-    """What a goal's document says of kinds of text; nothing of their mean."""
+    """The entry "kinds" of a goal's document; empty for the default, the mean of all kinds."""
     return {} if kinds == MEAN else {"kinds": kinds if isinstance(kinds, str) else list(kinds)}
 
 
@@ -66,7 +66,10 @@ def kinds_text(kinds: Kinds) -> str:
 
 
 def aims_of(kinds: Kinds, names: Iterable[str]) -> list[dict[str, float]]:
-    """What is to be small, by shares of the kinds that a text has; of several the largest; nothing of their mean."""
+    """The weighted sums of losses to minimise: each maps kinds of text to shares, and the largest of the sums counts.
+
+    An empty list for the default, the mean of all kinds; an error if `kinds` does not fit the text's `names` of kinds.
+    """
     names_of_kinds = list(dict.fromkeys(names))
     if kinds == MEAN:
         return []
@@ -136,7 +139,7 @@ class Goal:
 
     @property
     def asks_for_fewest_bytes(self) -> bool:
-        """Whether nothing but a distance is given."""
+        """Whether the goal limits only the KL, so that the plan of the fewest bytes within it is sought."""
         return self.bits is None and self.nbytes is None and self.faster is None
 
     @property

@@ -99,7 +99,7 @@ class SearchResult:
 
     @property
     def lost(self) -> bool:
-        """Whether a plan that needs no search was better, and is handed over instead."""
+        """Whether a plan that needs no search was better than the one that was searched, so that it is the result."""
         return self.winner.kind != "plan"
 
     @property
@@ -202,7 +202,10 @@ class SearchResult:
         }
 
     def _inputs_document(self, unrounded: Quality) -> dict[str, Any]:
-        """How many groups round their inputs, and what part of the plan's distance that is, predicted and measured."""
+        """Document how many groups round their inputs, and which share of the plan's KL comes from it.
+
+        `unrounded` is the measured quality of the plan with inputs as they are.
+        """
         choice = self.winner.choice
         summary, kl = summary_of(unrounded), self.winner.kl.mean
         return {
@@ -492,13 +495,13 @@ class Searcher:
 
     @cached_property
     def memory_use(self) -> MemoryUse:
-        """What is kept in memory, within the limit; refused where a search needs more."""
+        """The threads and buffers of the search that fit into the memory limit; an error if none do."""
         measured = max(self.text.checks, self.text.proof, key=lambda windows: sum(map(len, windows)))
         return within_memory(self.subject, self.text.statistics, measured, self.options.memory)
 
     @cached_property
     def judge(self) -> PlanMeter:
-        """What measures on the windows that were held out."""
+        """The meter that measures plans on the held-out windows."""
         return self.meter_on(self.text.proof, self.text.kinds)
 
     def meter_on(self, windows: Sequence[Tensor], kinds: Sequence[str]) -> PlanMeter:

@@ -31,7 +31,7 @@ class Target:
 
     @property
     def packs_layers(self) -> bool:
-        """Whether plans are for `load_packed`."""
+        """Whether plans are run by bitplan's packed layers (`load_packed`): neither exported nor streamed."""
         return self.export is None and not self.streamed
 
     def loads(self, fmt: str) -> bool:

@@ -63,7 +63,7 @@ class SavedWeight(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """What the outer hook made of a tensor, and the function that undoes it."""
+    """What the outer pack hook of autograd returned for a tensor, with the outer unpack hook, which restores it."""
 
     value: Any
     unpack: Callable[[Any], Tensor]

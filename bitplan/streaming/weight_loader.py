@@ -405,7 +405,7 @@ class WeightLoader:
 
     @property
     def _buffer(self) -> Tensor:
-        """Where the weights of the current block lie that are not in the scratch, if there are any."""
+        """The buffer of the current block: that of its slot, or without a slot that of its decoded weights."""
         return self.ring.scratch_of(self._current) if self._slot is None else self._slot.buffer
 
     def _acquire(self, block: int, *, wraps: bool) -> None:

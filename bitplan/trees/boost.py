@@ -215,7 +215,7 @@ def _first_scores(rows: Rows, booster: Booster) -> Array:
 
 
 def _grower_of(settings: BoostSettings, shards: Shards) -> type[TreeGrower]:
-    """What grows trees on the device asked for; refuses what it cannot do."""
+    """The TreeGrower class for the device in the settings; an error if it cannot do what they ask."""
     if settings.device == "cpu":
         return TreeGrower
     require("triton", purpose="device='cuda'")

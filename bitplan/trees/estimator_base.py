@@ -552,7 +552,7 @@ class BoostedTreesBase(FittedTrees):
         return by_gradient
 
     def _check_parameters(self, features: int) -> None:
-        """What `fit` would refuse, whatever the rows."""
+        """Raise the errors that `fit` would raise for the parameters alone, with tables of `features` columns."""
         self._settings(features)
         self._categorical(features)
         threads_of(self.n_jobs)

@@ -162,7 +162,7 @@ def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, f
 
 
 def _of_pieces(loop: Any, grads: Array, hess: Array, kind: type, *more: Any) -> Array:
-    """What a loop over pieces of both, whose bits it reads, finds in each."""
+    """Run `loop` over pieces of gradients and hessians, as int32 bits; return its three results a piece."""
     piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
     results: Array = np.zeros((max(-(-len(grads) // piece), 1), 3), kind)
     bits = row_pieces.Cut(grads.view(np.int32)), row_pieces.Cut(hess.view(np.int32))
@@ -184,7 +184,7 @@ def _unit(top: float, bits: int) -> float:
 
 
 def few_of(rows: int) -> int:
-    """How many rows do not decide a scale."""
+    """How many extreme gradients, of `rows` rows, a quantization scale may leave out of its range."""
     return min(FAR_ROWS, rows // 64)
 
 

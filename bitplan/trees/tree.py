@@ -259,7 +259,7 @@ class Forest:
 
     @cached_property
     def _job(self) -> Array:
-        """What all predictions have in common (`trees.loops.predict`)."""
+        """The int64 array of sizes and addresses with which `trees.loops.predict` predicts by this ensemble."""
         job, steps = np.zeros(predict.JOB_SIZE, np.int64), self.steps
         arrays = steps.plans, steps.splits, steps.exits, steps.nodes, steps.values, self.bits
         job[predict.OUTPUTS : predict.SET_WORDS + 1] = (

@@ -474,7 +474,10 @@ def _say_inputs(path: Path, more: str = "") -> None:
 
 
 def _shown(row: Any) -> dict[str, Any]:
-    """Where scales share a base, one always has the top code: only clipped ones count as bad. Codes are percentages."""
+    """The row of the printed table for one tensor of a drift report.
+
+    Only clipped scales count as saturated: where scales share a base, one always has the top code.
+    """
     health = row.health
     bad = {"NaN": health.nan_scales, "saturated": health.clipped_scales, "underflowed": health.underflowed_scales}
     return {

@@ -115,7 +115,7 @@ class FolderSource:
 
     @property
     def wide(self) -> Format:
-        """What a quantized tensor becomes where it is to be plain: the type of the model."""
+        """The plain format of the model's type in config.json, to which quantized tensors are decoded."""
         dtype = self.config.get("dtype") or self.config.get("torch_dtype")
         return get_format(dtype if dtype in PLAIN else DEFAULT_TYPE)
 
@@ -386,7 +386,7 @@ def prepare(request: ExportRequest) -> FolderExport:
 
 
 def _wide(request: ExportRequest, source: FolderSource) -> Format:
-    """What packed tensors become."""
+    """The plain format to which packed tensors are decoded: the one requested for all, else the model's type."""
     if isinstance(request.formats, str | Format):
         return get_format(request.formats)
     return source.wide

@@ -382,7 +382,7 @@ def is_known(file: TensorFile) -> bool:
 
 
 def config_of(path: Path, file: TensorFile) -> dict[str, Any]:
-    """What transformers needs to know; an architecture of which that is not known is refused."""
+    """Make transformers' config.json from the metadata of a GGUF file; an architecture that is not known is refused."""
     source = _MetadataReader(path, file.metadata)
     if source.architecture not in _TYPES:
         raise StoreError(

@@ -118,7 +118,10 @@ def row_order(rows: int, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a tensor lies in the GGUF file, and what is undone: rows in order again, an expert taken out, one less."""
+    """The tensor `name` of a GGUF file from which a folder's tensor is read, and the changes to undo.
+
+    Rows of `heads` heads are put back in order, `expert` is taken out of the stack, `minus_one` subtracts one.
+    """
 
     name: str
     heads: int | None = None

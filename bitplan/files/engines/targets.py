@@ -69,7 +69,7 @@ OnBytes = Callable[[int, str], None]
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """What is wanted.
+    """The arguments of an export: the source, the output, and how the tensors are to be written.
 
     formats      a format for all weights, or a plan or manifest over the source's names
     keep, only   names or shell patterns of tensors that stay, or that alone change
@@ -199,7 +199,7 @@ def packed_bytes(to: str | None, fmt: str, shape: tuple[int, ...]) -> int:
 
 
 def notes_on_inputs(plan: Plan, target: str) -> list[str]:
-    """What a user must know of a plan's formats of inputs where the files of a target hold none."""
+    """A note for the user if the plan rounds inputs, for a target whose files cannot say so; else an empty list."""
     if not plan.inputs:
         return []
     return [f"{target} has no word for formats of inputs: the engine takes those of {len(plan.inputs)} layers its way"]
@@ -229,7 +229,7 @@ class TensorExport(Prepared, Maker, Protocol):
 
 
 def made_tensors(export: TensorExport, request: ExportRequest, names: Sequence[str]) -> Iterator[Any]:
-    """What an export makes of each name, here or on a cluster, in their order."""
+    """Yield `export.make(name)` for each name, in order; computed by a Dask cluster if the request names one."""
     if request.dask is None:
         yield from map(export.make, names)
         return
@@ -242,7 +242,7 @@ def made_tensors(export: TensorExport, request: ExportRequest, names: Sequence[s
 
 
 def _open_export(request: ExportRequest, to: str, sizes: Mapping[str, int]) -> TensorExport:
-    """What a worker of a cluster exports with."""
+    """Prepare the export on a worker of a cluster; an error if its files are not of `sizes`."""
     return opened_as_here(request.source, sizes, lambda: cast(TensorExport, prepare_export(request, to)))
 
 
@@ -321,7 +321,7 @@ _EIGHT_BITS = {("int8_row", "int8_row"): 1, ("fp8_e4m3_row", "fp8_e4m3_row"): 1}
 
 @dataclass(frozen=True)
 class Engine:
-    """What an engine multiplies by.
+    """The formats of weights and inputs for which an engine has kernels.
 
     version   whose code says so
     weights   formats of linear layers whose inputs stay as they are

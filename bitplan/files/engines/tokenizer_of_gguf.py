@@ -266,7 +266,10 @@ def _as_wordpiece(word: str) -> str:
 
 
 def _around(vocabulary: _Vocabulary, *, before: bool) -> dict[str, Any] | None:
-    """What is added as the file says, or where it does not, `before` a text."""
+    """The template that adds BOS before and EOS after a text, as the file's flags say; None if neither is added.
+
+    `before` is the default for BOS in a file without the flag; EOS is not added by default.
+    """
     numbers: list[int | None] = []
     for key, token, default in (
         (Keys.Tokenizer.ADD_BOS, "bos_token", before),

@@ -184,7 +184,7 @@ def fqn_to_config(layers: Sequence[OutputTensor]) -> dict[str, Any]:
 
 
 def _metadata(source: FolderSource, layers: Sequence[OutputTensor]) -> dict[str, str]:
-    """What every file says: of which class each tensor is, and with what."""
+    """The safetensors metadata of every file: for each tensor, as JSON, its torchao class and the class's arguments."""
     metadata: dict[str, str] = {"tensor_names": json.dumps([layer.sources[0] for layer in layers])}
     for layer in layers:
         spec = source.file.spec(layer.sources[0])

@@ -177,7 +177,7 @@ def _check_fits(path: str | Path, item: Tensor | Encoded, name: str, of_model: T
 
 
 def _holds(of_model: torch.dtype, came: torch.dtype) -> bool:
-    """Whether the type `own` holds every number of the type `came`."""
+    """Whether the type `of_model` holds every number of the type `came`."""
     if dtype_name(came) not in NARROW_FLOATS:  # torch does not promote narrow floats
         return torch.promote_types(came, of_model) == of_model
     if came == torch.float8_e8m0fnu:

@@ -142,7 +142,7 @@ class VectorLayout(RowOfParts):
         return steps * numbers * signs_of(parts.signs)
 
     def multiples(self, scales: Tensor) -> Tensor:
-        """What d is multiplied by, in float32, for multiples as stored."""
+        """Decode the stored integers of groups' scales to float32 factors of the block's scale d."""
         return (scales.float() * 2 + 1) * self.unit
 
     @property
@@ -371,7 +371,7 @@ def _fitted(d: Tensor, multiples: Tensor, vv: Tensor, xv: Tensor) -> Tensor:
 
 
 def _chosen(better: Tensor, ones: tuple[Tensor, ...], others: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Those of `ones` that are better, else those of `others`."""
+    """Select rows of two tuples of tensors: from `ones` where `better` [rows] is true, else from `others`."""
     import torch
 
     pairs = zip(ones, others, strict=True)

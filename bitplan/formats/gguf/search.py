@@ -320,7 +320,7 @@ class _Blocks:
         return self.math.errors(self.x, self.w, scale, low, self.layout).reshape(self.grid)
 
     def _neighbours(self, d: Tensor, dmin: Tensor, scales: Tensor, mins: Tensor) -> tuple[Tensor, Tensor]:
-        """For each group its integers or their neighbours, whichever give the least error."""
+        """Move integer scales and minima of groups by -1, 0 or 1, whichever gives the least error; return them."""
         import torch
 
         layout = self.layout

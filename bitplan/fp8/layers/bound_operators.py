@@ -321,7 +321,7 @@ def bind_linear_backward(
 
 
 def _without_none(results: tuple[Tensor | None, ...]) -> list[Tensor]:
-    """What an operator returns: tensors only, empty ones for None."""
+    """Replace None by an empty tensor, since an operator returns tensors only."""
     return [empty_on_gpu((0,), (1,), _BF16) if tensor is None else tensor for tensor in results]
 
 

@@ -184,7 +184,7 @@ def _find_to_reuse(weight: Tensor, reuse: bool, *, is_forward: bool = False) -> 
 
 
 def _pair_of_graphs(weight: Tensor, how: _How, *, make: bool) -> CastPair | None:
-    """Where compiled graphs cast this weight to: the forward writes there, and the backward reads it.
+    """The buffers into which compiled graphs cast this weight: the forward writes and the backward reads them.
 
     None for casts without a guess, and for a weight whose first graph was recorded without warming up: that one has
     its own memory, so no backward may look for its casts here.

@@ -81,7 +81,7 @@ class _Structure:
 
 
 class _UnknownError(Exception):
-    """What a model computes is not known to be what is computed here."""
+    """Raised where the model's computation cannot be recognised, so that the fast token step must not replace it."""
 
 
 # What a model was seen to be, and the modules and parameters that it had then.

@@ -303,7 +303,11 @@ class Graph:
         return None
 
     def _picked_share(self, step: Step, value: int) -> tuple[int, int, bool, int] | None:
-        """The same where the last dimension was first cut into rows, [..., shares, size], of which one is picked."""
+        """Recognise a share of the last dimension that was first reshaped to [..., shares, size] and then indexed.
+
+        Returned are its number, the number of shares, False (shares do not alternate), and the value before the
+        reshape; None if the step is something else.
+        """
         split = self.maker(step.inputs[0])
         if split is None or split.name not in SAME_NUMBERS or len(split.inputs) != 1:
             return None

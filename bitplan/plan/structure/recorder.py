@@ -375,7 +375,10 @@ class _Recorder(TorchFunctionMode):
         return args, kwargs
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """What stands for a tensor from outside of the run; tensors of the run stand for themselves."""
+        """Return the tensor that replaces one from outside the run, without or with a copy of its numbers.
+
+        Tensors of the run are returned as they are.
+        """
         if id(tensor) in self._value_of and id(tensor) not in self._twins:
             return tensor
         if (twin := self._twins.get(id(tensor))) is not None:

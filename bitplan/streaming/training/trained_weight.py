@@ -140,7 +140,7 @@ class TrainedWeight:
         return self._streamed.parameter.dtype == torch.float32
 
     def _slice(self, tensor: Tensor) -> Tensor:
-        """What this process steps of a whole tensor, flat."""
+        """The part of a whole tensor that this process updates, as a flat view."""
         return tensor.view(-1) if self._processes is None else self._processes.own_slice(tensor, self.owner)
 
     @property
@@ -219,7 +219,7 @@ class TrainedWeight:
 
     @property
     def shared(self) -> Tensor:
-        """What is whole in every process, and of which each steps its slice: the Parameter's numbers, contiguous."""
+        """The whole weight, equal in every process, of which each updates a slice: the master or the Parameter."""
         return self._master if self._is_parameter and self._master is not None else self._parameter
 
     # ---- steps -------------------------------------------------------------------------------------------------------

@@ -82,13 +82,13 @@ class Walk:
         return [block for block in self._pass() if block not in self.resident][:depth]
 
     def _pass(self) -> range:
-        """What comes in the present forward or backward, after the block that computes now."""
+        """The blocks still to come in this forward or backward, after the one that computes now, in their order."""
         if self.position is None:
             return range(self.count)
         return range(self.position - 1, -1, -1) if self.direction < 0 else range(self.position + 1, self.count)
 
     def _next_pass(self) -> range:
-        """What comes after it: a forward is followed by the backward, or by another forward, and so is a backward."""
+        """The blocks of the pass after this one, in their order; empty if none is expected."""
         if self.direction > 0 and not self.wraps:
             return range(self.count - 1, -1, -1)
         return range(self.count if self.goes_on or self.wraps else 0)

@@ -82,7 +82,7 @@ class Ranks:
         return [one.numpy()[:length] for one, length in zip(parts, lengths, strict=True)]
 
     def sent_for(self, label: str) -> None:
-        """What this process put into steps since the last call was for the step `label`."""
+        """Book the bytes that this process sent since the last call under the step `label`."""
         self.bytes_sent.setdefault(label, []).append(self._bytes_since)
         self._bytes_since = 0
         self._compared.clear()
