@@ -144,7 +144,10 @@ class Search:
     def _until(
         self, end: float, candidates: Iterable[dict[str, Any]], count: int, usual_s: float
     ) -> list[SettingsTrial]:
-        """Trials until a time; one that takes twice as long as the defaults took on all rows is cut."""
+        """Fit the candidates on `count` rows each until the clock reads `end`; return a trial of each that was begun.
+
+        A fit is cut off after twice `usual_s`, the seconds that the defaults took on all rows.
+        """
         trials: list[SettingsTrial] = []
         for settings in candidates:
             if clock() >= end:

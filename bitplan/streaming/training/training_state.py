@@ -130,7 +130,7 @@ def write_training(path: str | Path, training: HostTraining, formats: Mapping[st
 
 
 def load_training(path: str | Path) -> dict[str, Any]:
-    """The document of a file; its tensors own their memory."""
+    """Read a saved training state: its settings and steps as a dict, and under "tensors" the tensors by name."""
     try:
         with SafetensorsFile(path) as file:
             if METADATA not in file.metadata:
