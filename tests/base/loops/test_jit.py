@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numba.core import types
+
 from bitplan.base.loops.jit import called, compiled, inlined
 
 
@@ -26,7 +28,8 @@ def _kernel(last):  # type: ignore[no-untyped-def]
 def test_a_kernel_holds_its_parts_and_the_parts_no_code() -> None:
     assert _kernel(4) == 28
     for part in (_twice, _sum_to):
-        (made,) = part.overloads.values()
+        part.compile((types.int64,))  # which a kernel from numba's cache on disk does not need
+        made = part.overloads[types.int64,]
         assert not made.library.get_pointer_to_function(made.fndesc.llvm_func_name)
     (kernel,) = _kernel.overloads.values()
     assert kernel.library.get_pointer_to_function(kernel.fndesc.llvm_func_name)
