@@ -12,7 +12,8 @@ model      a language model that transformers reads from a GGUF file, or one of 
            that has one model alone and has made some tokens
 llama.cpp  `llama-bench` on files of the same model in its own formats, after the others; or xllamacpp, a build of it
            for Python, from --llama-site, in processes of its own, in turns with ours: seconds of the processor a token,
-           so that other work on the machine counts for neither, and seconds that passed. --gguf NAME=FILE=OURS runs
+           so that other work on the machine counts for neither, and seconds that passed; where --llama-site is
+           `llama-bench`, built for this processor, seconds that passed alone. --gguf NAME=FILE=OURS runs
            ours from another file or folder
 """
 
@@ -282,15 +283,34 @@ def site_turns(given: str, threads: int) -> None:
     """
     engine, site, repeats = given.split(",")
     for path in sys.stdin:
+        if engine == "llama.cpp" and Path(site).is_file():
+            row = {"engine": engine, "load_average": os.getloadavg()[0]} | program_times(
+                site, path.strip(), threads, repeats
+            )
+            print(json.dumps(row), flush=True)
+            continue
         run = llama_run(path.strip(), site, threads) if engine == "llama.cpp" else bitplan_run(path.strip())
         run(4)
         few, many = [[_both_clocks(run, count) for _ in range(int(repeats))] for count in (4, 52)]
-        row: Row = {"engine": engine, "load_average": os.getloadavg()[0]}
+        row = {"engine": engine, "load_average": os.getloadavg()[0]}
         for clock, name in enumerate(("", "wall_")):
             short, long = (statistics.median(each[clock] for each in samples) for samples in (few, many))
             token = (long - short) / 48
             row |= {f"{name}token_ms": 1e3 * token, f"{name}prompt_ms": 1e3 * (short - 4 * token)}
         print(json.dumps(row), flush=True)
+
+
+def program_times(program: str, path: str, threads: int, repeats: str) -> Row:
+    """What llama-bench says of SITE_TEXT's number of tokens and of 48 behind them; it samples nothing."""
+    row: Row = {}
+    for name, tokens, asked in (
+        ("prompt", 1, ["-p", "127", "-n", "0"]),
+        ("token", 48, ["-p", "0", "-n", "48", "-d", "127"]),
+    ):
+        command = [program, "-m", path, "-t", str(threads), *asked, "-r", repeats, "-o", "json"]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        row[f"wall_{name}_ms"] = statistics.median(json.loads(done.stdout)[0]["samples_ns"]) / 1e6 / tokens
+    return row
 
 
 def _both_clocks(run: Callable[[int], None], count: int) -> tuple[float, float]:
@@ -359,6 +379,8 @@ def site_rows(site: str, files: list[str], threads: int, repeats: int, turns: in
                 done.append(json.loads(next(line for line in back if line.startswith('{"engine"'))))
         row: Row = {"format": name, "file_format": _most_common_type(theirs), "threads": threads, "turns": done}
         for key in ("token_ms", "prompt_ms", "wall_token_ms", "wall_prompt_ms"):
+            if not all(key in one for one in done):
+                continue  # a program of its own says what passed, and nothing of the processor
             llama, our = (statistics.median(one[key] for one in done if one["engine"] == engine) for engine in engines)
             row |= {f"llama_cpp_{key}": llama, f"bitplan_{key}": our, f"of_llama_cpp_{key}": llama / our}
         rows.append(row)
@@ -373,7 +395,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file that transformers reads")
     parser.add_argument("--random-model", action="store_true", help="SmolLM2's shape with random weights, and no file")
     parser.add_argument("--llama-bench", help="llama.cpp's program")
-    parser.add_argument("--llama-site", help="a folder that holds the package xllamacpp")
+    parser.add_argument("--llama-site", help="a folder that holds the package xllamacpp, or llama-bench")
     parser.add_argument("--gguf", nargs="*", default=[], help="NAME=FILE[=OURS] for it")
     parser.add_argument("--site-threads", default="1,2", help="with --llama-site: numbers of threads")
     parser.add_argument("--site-repeats", type=int, default=3, help="with --llama-site: runs in a turn")
@@ -426,7 +448,7 @@ def main() -> None:
     if options.llama_bench:
         document["llama_cpp"] = llama_rows(options.llama_bench, options.gguf, options.threads)
     if options.llama_site:
-        document["llama_cpp_processor_time"] = [
+        document["llama_cpp_turns"] = [
             row
             for threads in map(int, options.site_threads.split(","))
             for row in site_rows(

@@ -764,16 +764,21 @@ def controller_table() -> str:
 
 
 def llama_cpu_table() -> str:
-    """Tokens and prompts of a CPU beside llama.cpp: seconds of the processor, and the share of its speed."""
+    """Tokens and prompts of a CPU beside llama.cpp: milliseconds, and the share of its speed, by threads."""
     lines = [
-        "| on a CPU, one thread | llama.cpp's file | ms a token, llama.cpp | ms a token, ours "
-        "| tokens, of llama.cpp's | prompts |",
-        "|---|---|---|---|---|---|",
+        "| on a CPU | llama.cpp's file | ms a token: llama.cpp, ours | tokens, of llama.cpp's | prompts "
+        "| two threads: ms a token | tokens | prompts |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    for row in _read("packed_cpu_xeon_llama_cpp")["llama_cpp_processor_time"]:
-        milliseconds = [f"{row[f'{engine}_token_ms']:.1f}" for engine in ("llama_cpp", "bitplan")]
-        shares = [f"{row[f'of_llama_cpp_{what}_ms']:.2f}" for what in ("token", "prompt")]
-        lines.append("| " + " | ".join([row["format"], row["file_format"], *milliseconds, *shares]) + " |")
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for row in _read("packed_cpu_xeon_llama_cpp")["llama_cpp_turns"]:
+        rows.setdefault(row["format"], []).append(row)
+    for name, by_threads in rows.items():
+        cells = [name, by_threads[0]["file_format"]]
+        for row in sorted(by_threads, key=lambda row: row["threads"]):
+            cells.append(", ".join(f"{row[f'{engine}_wall_token_ms']:.1f}" for engine in ("llama_cpp", "bitplan")))
+            cells += [f"{row[f'of_llama_cpp_wall_{part}_ms']:.2f}" for part in ("token", "prompt")]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -791,6 +796,9 @@ def choosing_table() -> str:
     speed = {row["format"]: row["tokens_a_second"]["1"] for row in rates}
     searched = {row["plan"]: row["kl"] for row in _read("search_gguf_lm26m")["comparison"]}
     tokens = {row["format"]: row for row in _read("packed_cpu_xeon_int8_inputs")["model_rows"]}
+    beside = _read("packed_cpu_xeon_llama_cpp")["llama_cpp_turns"]
+    two = next(row for row in beside if (row["format"], row["threads"]) == ("q4_0_gguf", 2))
+    in_turns = {engine: 1e3 / two[f"{engine}_wall_token_ms"] for engine in ("llama_cpp", "bitplan")}
     graph = [row for row in _read("decode_8b_nvidia_h200")["rows"] if row["mode"] == "graph" and row["batch"] == 1]
     ms = {row["format"]: row["ms"] for row in graph if row.get("size") == "8b"}
 
@@ -814,9 +822,8 @@ def choosing_table() -> str:
             "llama.cpp, CPU",
             f"`q8_0_gguf`: runs, perplexity {in_llama['q8_0_gguf']:+.2%} of ours",
             f"searched plan, 4.5 bits: KL {searched['searched, 4.5 bits']:.4f}",
-            f"{NOT_MEASURED} by us",
+            f"`q4_0_gguf`: {in_turns['llama_cpp']:.0f} a second, SmolLM2-135M; `bitplan generate` {in_turns['bitplan']:.0f}",
         ),
-        ("llama.cpp, GPU", *[NOT_MEASURED] * 3),
         (
             "transformers, by compressed-tensors",
             exported("compressed-tensors", "int8_row"),
@@ -837,7 +844,7 @@ def choosing_table() -> str:
         ),
         ("torchao", exported("torchao", "int8_row"), exported("torchao", "int4_g32"), NOT_MEASURED),
         ("MLX, on a CPU", exported("mlx", "q8_0_gguf"), exported("mlx", "q4_1_gguf"), NOT_MEASURED),
-        ("MLX, on Apple's GPUs", *[NOT_MEASURED] * 3),
+        ("MLX, llama.cpp on GPUs", *[NOT_MEASURED] * 3),
     ]
     head = ["| runs in | near the model, 8 bits | smaller, 4 to 5 bits | more tokens a second |", "|---|---|---|---|"]
     return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])

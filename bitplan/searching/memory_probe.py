@@ -290,13 +290,13 @@ def _pieces_read(tokens: int, piece: int, most: int) -> list[tuple[int, int]]:
 
     Several, for contexts that grow: what is freed behind each of them stays in the process, in blocks of other sizes.
     """
-    count, found, read = min(most, -(-tokens // piece)), list[tuple[int, int]](), 0
+    count, pieces, read = min(most, -(-tokens // piece)), list[tuple[int, int]](), 0
     for number in range(1, count + 1):
         end = tokens * number // count
         start = max(read, end - piece)
-        found.append((start, end - start))
+        pieces.append((start, end - start))
         read = end
-    return found
+    return pieces
 
 
 def _storage_bytes(cache: Any) -> int:
