@@ -822,7 +822,8 @@ def choosing_table() -> str:
             "llama.cpp, CPU",
             f"`q8_0_gguf`: runs, perplexity {in_llama['q8_0_gguf']:+.2%} of ours",
             f"searched plan, 4.5 bits: KL {searched['searched, 4.5 bits']:.4f}",
-            f"`q4_0_gguf`: {in_turns['llama_cpp']:.0f} a second, SmolLM2-135M; `bitplan generate` {in_turns['bitplan']:.0f}",
+            f"`q4_0_gguf`: {in_turns['llama_cpp']:.0f} a second, SmolLM2-135M; `bitplan generate` "
+            f"{in_turns['bitplan']:.0f}",
         ),
         (
             "transformers, by compressed-tensors",
