@@ -795,7 +795,7 @@ def choosing_table() -> str:
     rates = [row for row in _read("engine_vllm_nvidia_h200")["speed"] if "tokens_a_second" in row]
     speed = {row["format"]: row["tokens_a_second"]["1"] for row in rates}
     searched = {row["plan"]: row["kl"] for row in _read("search_gguf_lm26m")["comparison"]}
-    tokens = {row["format"]: row for row in _read("packed_cpu_xeon_int8_inputs")["model_rows"]}
+    tokens = {row["format"]: row for row in _read("packed_cpu_xeon_int8_model")["model_rows"]}
     beside = _read("packed_cpu_xeon_llama_cpp")["llama_cpp_turns"]
     two = next(row for row in beside if (row["format"], row["threads"]) == ("q4_0_gguf", 2))
     in_turns = {engine: 1e3 / two[f"{engine}_wall_token_ms"] for engine in ("llama_cpp", "bitplan")}
