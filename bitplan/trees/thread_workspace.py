@@ -5,7 +5,6 @@ The tables of a tree that is growing (`trees.loops.nodes`), as Python holds them
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
@@ -30,8 +29,7 @@ from bitplan.trees.loops.histogram import BINS, CHUNK, GROUP, PANEL, words_a_row
 # ---- tree tables -----------------------------------------------------------------------------------------------------
 
 
-ALL_ROWS = 2**62  # no node is too large
-FIRST_COUNTS = 1, 0, 1, *[0] * 7  # the root is a leaf, and has a place
+FIRST_COUNTS = 1, 0, 1, *[0] * 8  # the root is a leaf, and has a place
 
 
 class Growth:
@@ -76,13 +74,15 @@ class Growth:
             taken.append(node)
         return taken
 
-    def take(self, shared_rows: int = ALL_ROWS, done: int = -1, *, for_all: bool = False, team: int = 1) -> int:
+    def take(
+        self, sharing: tuple[int, ...] = queue.ANY_ROWS, done: int = -1, *, for_all: bool = False, team: int = 1
+    ) -> int:
         """`trees.loops.nodes.take`."""
-        return int(queue.take(*self._tables, shared_rows, for_all, team, done))
+        return int(queue.take(*self._tables, sharing, for_all, team, done))
 
     def finish(self, node: int) -> None:
         """The node is expanded: its children may be taken, even before it enters the tree."""
-        self.take(done=node, for_all=True)  # which takes none
+        self.take(done=node, team=0)
 
 
 # ---- thread workspace ------------------------------------------------------------------------------------------------
@@ -91,8 +91,9 @@ class Growth:
 NO_NUMBERS = np.empty(0, np.float32)
 # What a tree takes, in nanoseconds: on each level of a row, for its own sake and for each feature; of a leaf's feature.
 ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
-# All threads expand a node together in its time over their number, and about as long as one thread takes for 3750 rows.
-TOGETHER_ROWS = 3750
+# What threads take to meet, as the time in which one adds so many rows to a feature; of what a thread could add to a
+# node that all expand, the per cent that it does.
+MEETING_NUMBERS, HELP = 15_000, 60
 SETS = 8  # trees that have helpers at the same time; a ninth one is grown by one thread
 # How often the first thread yields (half a microsecond) until the others are there, and more for a large table: who is
 # late is missed to the end of the tree.
@@ -109,15 +110,6 @@ def tree_ns(rows: int, features: int, leaves: int) -> float:
 def team_size(rows: int, features: int, leaves: int) -> int:
     """The threads that are worth their start: at most `thread_count()`."""
     return min(thread_count(), worthwhile_threads(tree_ns(rows, features, leaves)))
-
-
-def shared_rows(rows: int, team: int) -> int:
-    """The rows from which on all threads should expand a node, of a table with `rows`.
-
-    All nodes of n rows together take rows / n times TOGETHER_ROWS more, each by one thread n rows. Where there are as
-    many nodes as threads, each thread has one.
-    """
-    return max(math.isqrt(rows * TOGETHER_ROWS), rows // team)
 
 
 class TeamSpace:
@@ -195,9 +187,8 @@ class TeamSpace:
         self._all_free[0, :slots] = np.arange(slots)[::-1] * (self._cells * narrow)
         self._all_free[1, :wide_slots] = wide_from + np.arange(wide_slots)[::-1] * (self._cells * histogram.WIDE)
         self._free = np.empty_like(self._all_free)
-        shared = min(shared_rows(count, team), most + 1)
-        patience = YIELDS + count // ROWS_A_YIELD
-        sizes = np.array([narrow, most, shared, self._cells, wide_from, team, patience], np.int64)
+        patience, meeting = YIELDS + count // ROWS_A_YIELD, MEETING_NUMBERS // len(self._data.is_there)
+        sizes = np.array([most + 1, meeting, HELP, narrow, self._cells, wide_from, team, patience], np.int64)
         if self._parts is None or self._parts[0].shape[1] != self._cells * narrow:
             block = min(loops.BLOCK, most)
             wide = self._cells * histogram.WIDE if -(-self._data.rows // block) > most // block else 0
@@ -251,14 +242,16 @@ class TeamSpace:
             general = address_of(split.judge, cells, 0, cells, 0, False, *at, *more)
         adders = histogram_loops.add_floats if precise else histogram_loops.add_quantized
         assert self._parts is not None
-        adding = self._data.words, entries, hess.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells
+        few = histogram_loops.add_few_floats if precise else histogram_loops.add_few_quantized
+        panel, rest = self._data.words, (entries, hess.view(np.uint8), 1.0, 1.0, self._parts[2][0], cells)
         return np.array(
             [
-                address_of(nodes_loops.take, nodes, reals, *order, best_first, 0, False, 0, 0),
+                address_of(nodes_loops.take, nodes, reals, *order, best_first, queue.ANY_ROWS, False, 0, 0),
                 address_of(nodes_loops.divide, *dividing, 0, 0, monotone, scales, numbers),
                 packed,
                 general,
-                *(address_of(adders[-(-width // GROUP)], *adding) for width in self._data.widths),
+                address_of(few, panel, 0, 0, 0, *rest),
+                *(address_of(adders[-(-width // GROUP)], panel, *rest) for width in self._data.widths),
             ],
             np.int64,
         )

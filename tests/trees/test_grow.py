@@ -133,7 +133,7 @@ def test_growing_with_other_processes_equals_naive(precision, changes, monkeypat
 
 @pytest.mark.parametrize("precision", GradientPrecision)
 def test_threads_change_nothing(precision, monkeypatch):
-    monkeypatch.setattr(thread_workspace, "TOGETHER_ROWS", 600)  # so that this table has nodes of both kinds
+    monkeypatch.setattr(thread_workspace, "MEETING_NUMBERS", 100)  # so that this table has nodes of both kinds
     x, y = table(6000, 20, missing=0.05)
     data, bins = binned(x)
     gradients = prepare(y.astype(np.float32), np.ones(len(y), np.float32), precision, 3)

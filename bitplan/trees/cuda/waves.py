@@ -24,7 +24,6 @@ NODES, BLOCKS, SEGMENTS, SEGMENT_ROWS = range(4)
 RESULT_GAIN, RESULT_FEATURE, RESULT_BIN, RESULT_MISSING_LEFT, RESULT_LEFT = range(5)
 RESULT_NODE, RESULT = 7, 10
 NODE, SMALL = range(2)  # columns of `wave`: nodes that are expanded, and of each the child of fewer rows, or -1
-ALL_ROWS = 2**62  # no node is too large
 FAR_AWAY = 2**62
 TAKE, DIVIDE = range(2)  # places in `kernels`
 # No rows: they are moved on the card.
@@ -35,7 +34,7 @@ def addresses(growth: Growth, monotone: Array, scales: Array, rules: Array) -> A
     """The CPU's own loops, called by address: by name they would be compiled once more."""
     tables = growth.nodes, growth.reals
     order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top, growth.best_first
-    take = address_of(queue.take, *tables, *order, 0, False, 0, 0)
+    take = address_of(queue.take, *tables, *order, queue.ANY_ROWS, False, 0, 0)
     divide = address_of(queue.divide, *NO_ROWS, growth.goes_left, *tables, 0, 0, monotone, scales, rules)
     return np.array([take, divide], np.int64)
 
@@ -81,7 +80,7 @@ def next_wave(  # type: ignore[no-untyped-def]
     """
     nodes, reals, leaves, splits, counts, ready, top, best_first = tables
     entries, columns, spare = space
-    queued = nodes, reals, leaves, splits, counts, ready, top, best_first, np.int64(ALL_ROWS)
+    queued = nodes, reals, leaves, splits, counts, ready, top, best_first, queue.ANY_ROWS
     for k in range(done):
         node, small = wave[k, NODE], wave[k, SMALL]
         if small < 0:
@@ -98,7 +97,7 @@ def next_wave(  # type: ignore[no-untyped-def]
                 free[free[-1]] = slot
                 free[-1] += 1
     for k in range(done):
-        call_at(kernels[TAKE], (*queued, True, np.int64(1), wave[k, NODE]))  # it is expanded; none is taken
+        call_at(kernels[TAKE], (*queued, False, np.int64(0), wave[k, NODE]))  # it is expanded; none is taken
     most, count = wave.shape[0], 0
     while count < most:
         node = call_at(kernels[TAKE], (*queued, False, np.int64(1), np.int64(-1)))

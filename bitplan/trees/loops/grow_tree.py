@@ -1,10 +1,11 @@
 """A tree grown by a team of threads that never ask for the interpreter: each calls `grow_tree` once for a tree. A
 thread that comes late is not waited for: the tree is the same without it.
 
-Leaves of fewer than `shared_rows` rows are expanded by one thread each, ahead of the queue (`nodes.take`); a larger one
-is expanded by all of them: its rows are divided, each thread sums a histogram of its own part, then each adds up a part
-of the cells and judges a part of the features. Integers may be added in any order, and of equal gains the lowest
-feature wins, so the tree is the same for any number of threads.
+A leaf is expanded by one thread, ahead of the queue, or by all of them (`nodes.take` says which). Of a leaf of many
+rows each thread sums a histogram of its own part of the rows, then each adds up a part of the cells and judges a part
+of the features; of a leaf of few rows each sums and judges features of its own, and what is one thread's work the first
+does. Integers may be added in any order, and of equal gains the lowest feature wins, so the tree is the same for any
+number of threads.
 
 Histograms lie in one pool, a slot for each leaf that could be split; slots are used again from tree to tree.
 """
@@ -18,7 +19,19 @@ from bitplan.base.loops.jit import call_at, run_at
 from bitplan.base.loops.vectors import prefetch
 from bitplan.trees.loops.compiling import called, compiled, inlined
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
-from bitplan.trees.loops.nodes import DROPPED, HOPELESS, QUEUED, READY, SIZE, WAIT
+from bitplan.trees.loops.nodes import (
+    COMPLETE,
+    DROPPED,
+    HELP,
+    HOPELESS,
+    LARGE_ROWS,
+    MEETING_ROWS,
+    QUEUED,
+    READY,
+    SHARED,
+    SIZE,
+    WAIT,
+)
 from bitplan.trees.loops.rows import AHEAD, bins_of, part_by_panel
 from bitplan.trees.loops.split import (
     CHILD,
@@ -35,18 +48,20 @@ from bitplan.trees.loops.split import (
 )
 
 # Places in `sync`, a LINE apart; the last is the first of a line for each thread.
-LOCK, CAME, TEAM, MEETING, _TURN, CHANGES, CHOSEN, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LOOKS, LEFTS = (
-    LINE * place for place in range(13)
+LOCK, CAME, TEAM, MEETING, _TURN, CHANGES, CHOSEN, IS_DIVIDED, SMALL, SMALL_SLOT, LARGE_SLOT, NEXT, LOOKS, LEFTS = (
+    LINE * place for place in range(14)
 )  # LOOKS: how often a waiting thread looks before it yields its core
-# Places in `sizes`: what a tree's loops are told.
-NARROW, NARROW_ROWS, SHARED_ROWS, CELLS, WIDE_FROM, MOST_THREADS, PATIENCE = range(7)
+# Places in `sizes`, behind those of `nodes.take`: what a tree's loops are told.
+NARROW, CELLS, WIDE_FROM, MOST_THREADS, PATIENCE = range(HELP + 1, HELP + 6)
 # Places in `kernels`, addresses of what is compiled apart; from the last on, the loop that adds rows to each panel.
-TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADDERS = range(5)
+TAKE, DIVIDE, JUDGE_PACKED, JUDGE, ADD_FEW, ADDERS = range(6)
 # Places in `counts`, behind those of `nodes`: free slots for narrow cells; the next, for wide ones.
-FREE = 8
+FREE = 9
 WIDE = 3  # words
 COPY_SHARE = 64  # of nodes with fewer rows than one in so many, a column has a cache line for each, as its panel has
 BLOCK = 2048  # rows of a histogram that a thread takes at once
+ALONE_ROWS = 1024  # that one thread divides before others would have met
+TWO = 2  # features are dealt out by twos
 U = np.uint64
 # Places in a thread's row of `ticks`: cycles of the processor's clock spent in each phase, and its last reading.
 PARTITION, SUM, JUDGING, WAITING, QUEUE, LAST = range(6)
@@ -146,7 +161,7 @@ def _sum_part(me, team, sync, start, count, sizes, entries, data, kernels, scale
     Of more rows than the narrow cells of all hold, each thread sums into wide ones of its own.
     """
     pairs, own, own_wide = spaces
-    narrow, most, filled = sizes[NARROW], sizes[NARROW_ROWS], np.int64(0)
+    narrow, most, filled = sizes[NARROW], sizes[LARGE_ROWS] - 1, np.int64(0)
     block_rows = min(BLOCK, most)
     blocks = (count + block_rows - 1) // block_rows
     workers = min(max(blocks, 1), team)
@@ -232,7 +247,7 @@ def _free(counts, free, slot, sizes):  # type: ignore[no-untyped-def]
 
 @inlined
 def _slot_for(counts, free, rows, sizes):  # type: ignore[no-untyped-def]
-    kind = np.int64(rows > sizes[NARROW_ROWS])
+    kind = np.int64(rows >= sizes[LARGE_ROWS])
     counts[FREE + kind] -= 1
     return free[kind, counts[FREE + kind]]
 
@@ -244,9 +259,26 @@ def _free_hopeless(nodes, ready, counts, free, sizes):  # type: ignore[no-untype
         _free(counts, free, nodes[ready[place, HOPELESS], SLOT], sizes)
 
 
+@inlined
+def _share(columns, me, team):  # type: ignore[no-untyped-def]
+    return columns[columns.size * me // team : columns.size * (me + 1) // team]
+
+
+@inlined
+def _within(columns, first, last):  # type: ignore[no-untyped-def]
+    """Those of sorted columns that are in first..last."""
+    start = np.int64(0)
+    while start < columns.size and columns[start] < first:
+        start += 1
+    stop = start
+    while stop < columns.size and columns[stop] < last:
+        stop += 1
+    return columns[start:stop]
+
+
 @called
-def _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, own, features, options, kernels):  # type: ignore[no-untyped-def]
-    """The best splits of two nodes by this thread's part of the features, into its own rows of the tables."""
+def _judge_part(me, cells, words, rest, rest_words, small, large, tables, own, features, options, kernels):  # type: ignore[no-untyped-def]
+    """The best splits of two nodes by this thread's features, into its own rows of the tables."""
     nodes, reals = tables[0], tables[1]
     own_nodes, own_reals, own_left, space, by_bin, _ = own
     numeric, categories, every = features
@@ -258,18 +290,40 @@ def _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, 
             for column in range(nodes.shape[1]):
                 own_nodes[at, column] = nodes[node, column]
             own_reals[at, GAIN], own_reals[at, LOW], own_reals[at, HIGH] = 0.0, reals[node, LOW], reals[node, HIGH]
-    second = 2 * me + 1 if large >= 0 else -1
+    second, part = 2 * me + 1 if large >= 0 else -1, every
     if packs and words == 1 and rest_words == 1:
-        part = numeric[numeric.size * me // team : numeric.size * (me + 1) // team]
-        packed = part, bins, scales, rules, space[me]
+        packed = numeric, bins, scales, rules, space[me]
         call_at(kernels[JUDGE_PACKED], (cells, rest, False, 2 * me, second, own_nodes, own_reals, own_left, *packed))
-        part = categories[categories.size * me // team : categories.size * (me + 1) // team]
-    else:
-        part = every[every.size * me // team : every.size * (me + 1) // team]
+        part = categories
     if part.size:
         where = 2 * me, second, own_nodes, own_reals, own_left
         more = part, bins, scales, rules, is_category, monotone, judging, space[me], by_bin[me]
         call_at(kernels[JUDGE], (cells, words, rest, rest_words, False, *where, *more))
+
+
+@called
+def _sum_few(me, team, start, stop, data, kernels, entries, row_bytes, scales, pairs, cells, words, rest, features):  # type: ignore[no-untyped-def]
+    """Add entries to the cells of this thread's features, and take these from those of the parent, in `rest`.
+
+    Returns its part of `features`: numbers, categories, all.
+    """
+    panels, firsts, used, hess = data
+    twos = cells.size // (TWO * BINS * words)
+    begin, end = TWO * (twos * me // team), TWO * (twos * (me + 1) // team)
+    numeric, categories = _within(features[0], begin, end), _within(features[1], begin, end)
+    every, rows = _within(features[2], begin, end), entries[start:stop]
+    if every.size:
+        begin_cell, end_cell = begin * BINS * words, end * BINS * words
+        cells[begin_cell:end_cell] = 0
+        for at in range(used.size):
+            first, base = PANEL * used[at], used[at] * PANEL * BINS * words
+            low, high = max(begin - first, 0), min(end - first, PANEL)
+            if low < high:
+                where = panels[firsts[used[at]] :], row_bytes[used[at]] // 8, low, high
+                run_at(kernels[ADD_FEW], (*where, rows, hess, scales[0], scales[1], pairs, cells[base:]))
+        for cell in range(begin_cell, end_cell):
+            rest[U(cell)] -= cells[U(cell)]
+    return numeric, categories, every
 
 
 @called
@@ -297,19 +351,27 @@ def _merge_parts(team, node, side, tables, own):  # type: ignore[no-untyped-def]
 
 
 @called
-def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs, ticks, me):  # type: ignore[no-untyped-def]
-    """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own."""
+def _divide_alone(node, work, data, kernels, tables, options):  # type: ignore[no-untyped-def]
+    """Divide the rows of a node by one thread; the child of fewer rows, or -1 (`nodes.divide`)."""
     entries, spare, columns, is_there = work[0], work[1], work[2], work[3]
     nodes, reals, goes_left = tables
-    numeric, categories, every = features
-    bins, scales, rules, is_category, monotone, judging, packs = options
     left_size, feature = np.int64(-1), nodes[node, FEATURE]
     if not is_there[feature]:
         source, row_bytes = bins_of(work, data, feature)
         where = nodes[node, START], nodes[node, STOP]
         left_size = part_by_panel(entries, where[0], where[1], source, row_bytes, goes_left, node, spare)
-    more = nodes, reals, node, left_size, monotone, scales, rules
-    small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
+    more = nodes, reals, node, left_size, options[4], options[1], options[2]
+    return call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
+
+
+@called
+def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs, ticks, me):  # type: ignore[no-untyped-def]
+    """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own."""
+    entries = work[0]
+    nodes, reals, goes_left = tables
+    numeric, categories, every = features
+    bins, scales, rules, is_category, monotone, judging, packs = options
+    small = _divide_alone(node, work, data, kernels, tables, options)
     _spend(ticks, me, PARTITION)
     if small < 0:
         return 3
@@ -332,6 +394,46 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
     nodes[small, SLOT], nodes[large, SLOT] = slot, parent
     _spend(ticks, me, JUDGING)
     return 3 ^ splits
+
+
+@called
+def _give_slots(node, small, nodes, counts, free, sizes, sync):  # type: ignore[no-untyped-def]
+    """Places for the histograms of a divided node's children: a new one, and that of the node."""
+    sync[SMALL] = small
+    if small >= 0:
+        large = 2 * nodes[node, CHILD] + 1 - small
+        sync[SMALL_SLOT], sync[LARGE_SLOT] = _slot_for(counts, free, nodes[small, ROWS], sizes), nodes[node, SLOT]
+        if nodes[node, SLOT] >= sizes[WIDE_FROM] and nodes[large, ROWS] < sizes[LARGE_ROWS]:
+            sync[LARGE_SLOT] = _slot_for(counts, free, nodes[large, ROWS], sizes)
+
+
+@called
+def _choose(done, team, sync, sizes, kernels, tables, order, best_first, work, data, free, options, ticks):  # type: ignore[no-untyped-def]
+    """What follows when all have met, by the first of them: the next node for all, which is divided if it is small;
+    COMPLETE; or WAIT: a node for each. With `done`, which all have just expanded.
+    """
+    nodes, reals = tables[0], tables[1]
+    leaves, splits, counts, ready, top = order
+    queue = nodes, reals, leaves, splits, counts, ready, top, best_first
+    sharing = sizes[LARGE_ROWS], sizes[MEETING_ROWS], sizes[HELP]
+    node = np.int64(SHARED)
+    if done >= 0:
+        node = call_at(kernels[TAKE], (*queue, sharing, False, team, done))
+        _free_hopeless(nodes, ready, counts, free, sizes)
+    if node == SHARED:
+        node = call_at(kernels[TAKE], (*queue, sharing, True, team, np.int64(-1)))
+        _free_hopeless(nodes, ready, counts, free, sizes)
+        sync[NEXT], sync[IS_DIVIDED], sync[CHOSEN] = 0, 0, node
+        if node >= 0 and nodes[node, STOP] - nodes[node, START] <= ALONE_ROWS:
+            _spend(ticks, 0, QUEUE)
+            sync[IS_DIVIDED] = 1
+            _give_slots(
+                node, _divide_alone(node, work, data, kernels, tables, options), nodes, counts, free, sizes, sync
+            )
+            _spend(ticks, 0, PARTITION)
+        return np.int64(-1)
+    sync[CHOSEN] = COMPLETE if node == COMPLETE else WAIT
+    return node
 
 
 @compiled
@@ -362,108 +464,109 @@ def grow_tree(  # type: ignore[no-untyped-def]
     leaves, splits, counts, ready, top = order
     entries, spare, columns = work[0], work[1], work[2]
     narrow_parts, wide_parts, pairs = parts
+    numeric, categories, every = features
     scales, rules, monotone = options[1], options[2], options[4]
+    queue = nodes, reals, leaves, splits, counts, ready, top, best_first
+    sharing = sizes[LARGE_ROWS], sizes[MEETING_ROWS], sizes[HELP]
+    more = sizes, kernels, tables, order, best_first, work, data, free, options, ticks
     chosen, is_root = np.int64(0), True
     while True:
         small, large = np.int64(0), np.int64(-1)
-        if me == 0:
-            sync[NEXT] = 0
         if is_root:
             if me == 0:
                 sync[SMALL_SLOT] = _slot_for(counts, free, nodes[0, STOP], sizes)
+            _meet(me, team, sync, ticks, QUEUE)
         else:
-            left_size = _partition(me, team, sync, ticks, work, data, goes_left, nodes, chosen)
-            if me == 0:
-                more = nodes, reals, chosen, left_size, monotone, scales, rules
-                small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *more))
-                sync[SMALL] = small
-                if small >= 0:
-                    large = 2 * nodes[chosen, CHILD] + 1 - small
-                    sync[SMALL_SLOT] = _slot_for(counts, free, nodes[small, ROWS], sizes)
-                    is_wide = nodes[chosen, SLOT] >= sizes[WIDE_FROM]
-                    sync[LARGE_SLOT] = nodes[chosen, SLOT]
-                    if is_wide and nodes[large, ROWS] <= sizes[NARROW_ROWS]:
-                        sync[LARGE_SLOT] = _slot_for(counts, free, nodes[large, ROWS], sizes)
-        _meet(me, team, sync, ticks, QUEUE)
-        if not is_root:
+            if not sync[IS_DIVIDED]:
+                left_size = _partition(me, team, sync, ticks, work, data, goes_left, nodes, chosen)
+                if me == 0:
+                    dividing = nodes, reals, chosen, left_size, monotone, scales, rules
+                    small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *dividing))
+                    _give_slots(chosen, small, nodes, counts, free, sizes, sync)
+                _meet(me, team, sync, ticks, PARTITION)
             small = sync[SMALL]
             large = 2 * nodes[chosen, CHILD] + 1 - small
         if small >= 0:
             first, last = nodes[small, START], nodes[small, STOP]
-            spaces = pairs[me], narrow_parts[me], wide_parts[me]
             count = last - first
-            workers, part_words = _sum_part(me, team, sync, first, count, sizes, entries, data, kernels, scales, spaces)
-            _meet(me, team, sync, ticks, SUM)
             cells, words = _cells(pool, sync[SMALL_SLOT], sizes)
             rest, rest_words, parent, parent_words = pool[0:0], words, cells, words
             if large >= 0:
                 rest, rest_words = _cells(pool, sync[LARGE_SLOT], sizes)
                 parent, parent_words = _cells(pool, nodes[chosen, SLOT], sizes)
-            all_parts = wide_parts if part_words == WIDE else narrow_parts
-            _add_up(me, team, all_parts, part_words, workers, cells, words, parent, parent_words, rest, rest_words)
-            _meet(me, team, sync, ticks, SUM)
-            if is_root:  # its sums are those of any feature
-                if me == 0:
-                    first = features[2][0] * BINS
-                    for bin_ in range(BINS):
-                        grad, weight, rows = unpack_cell(cells, words, first + bin_)
-                        nodes[0, GRAD] += grad
-                        nodes[0, GRAD + 1] += weight
-                        nodes[0, ROWS] += rows
+            if large >= 0 and parent_words == sizes[NARROW] and count <= sizes[CELLS]:
+                given = entries, work[5], scales, pairs[me], cells, words, rest, features
+                mine = _sum_few(me, team, first, last, data, kernels, *given)
+                _spend(ticks, me, SUM)
+            else:
+                spaces = pairs[me], narrow_parts[me], wide_parts[me]
+                summing = sizes, entries, data, kernels, scales, spaces
+                workers, part_words = _sum_part(me, team, sync, first, count, *summing)
                 _meet(me, team, sync, ticks, SUM)
-            _judge_part(me, team, cells, words, rest, rest_words, small, large, tables, own, features, options, kernels)
-            _meet(me, team, sync, ticks, JUDGING)
+                all_parts = wide_parts if part_words == WIDE else narrow_parts
+                _add_up(me, team, all_parts, part_words, workers, cells, words, parent, parent_words, rest, rest_words)
+                _meet(me, team, sync, ticks, SUM)
+                if is_root:  # its sums are those of any feature
+                    if me == 0:
+                        column = every[0] * BINS
+                        for bin_ in range(BINS):
+                            grad, weight, rows = unpack_cell(cells, words, column + bin_)
+                            nodes[0, GRAD] += grad
+                            nodes[0, GRAD + 1] += weight
+                            nodes[0, ROWS] += rows
+                    _meet(me, team, sync, ticks, SUM)
+                mine = _share(numeric, me, team), _share(categories, me, team), _share(every, me, team)
+            _judge_part(me, cells, words, rest, rest_words, small, large, tables, own, mine, options, kernels)
+        _meet(me, team, sync, ticks, JUDGING)
+        node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
         if me == 0:
             if not is_root and (small < 0 or sync[LARGE_SLOT] != nodes[chosen, SLOT]):
                 _free(counts, free, nodes[chosen, SLOT], sizes)
             for side in range(2):
-                node = large if side else small
-                if small >= 0 and node >= 0:
-                    nodes[node, SLOT] = sync[LARGE_SLOT if side else SMALL_SLOT]
-                    if not _merge_parts(team, node, side, tables, own):
-                        _free(counts, free, nodes[node, SLOT], sizes)
+                child = large if side else small
+                if small >= 0 and child >= 0:
+                    nodes[child, SLOT] = sync[LARGE_SLOT if side else SMALL_SLOT]
+                    if not _merge_parts(team, child, side, tables, own):
+                        _free(counts, free, nodes[child, SLOT], sizes)
             if is_root:
                 counts[QUEUED] = counts[READY] = np.int64(reals[0, GAIN] > 0.0)
                 ready[0, SIZE] = nodes[0, STOP]
-        _meet(me, team, sync, ticks, QUEUE)
-        # A leaf for each thread, until the next one is for all. The first has just expanded one, with the others.
-        node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
-        if me == 0 and not is_root:
-            node = chosen
-        is_root = False
-        while True:
-            lock(sync, LOCK, sync[LOOKS])
-            if node >= 0:
-                if unused & 1:
-                    _free(counts, free, slot, sizes)
-                if unused & 2:
-                    _free(counts, free, nodes[node, SLOT], sizes)
-                fetch_add(sync, CHANGES, 1)
-            queue = nodes, reals, leaves, splits, counts, ready, top, best_first
-            node = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], False, team, node))
-            _free_hopeless(nodes, ready, counts, free, sizes)
+            node = _choose(np.int64(-1) if is_root else chosen, team, sync, *more)
             if node >= 0:
                 slot = _slot_for(counts, free, np.int64(0), sizes)
-            seen = read(sync, CHANGES)
-            unlock(sync, LOCK)
-            if node == WAIT:
-                _spend(ticks, me, QUEUE)
-                wait_for_change(sync, CHANGES, seen, sync[LOOKS])
-                _spend(ticks, me, WAITING)
-                continue
-            if node < 0:
-                break
-            _spend(ticks, me, QUEUE)
-            unused = _expand(
-                node, slot, work, data, kernels, tables, sizes, pool, features, options, own[3][me], own[4][me],
-                parts[2][me], ticks, me,
-            )  # fmt: skip
         _meet(me, team, sync, ticks, QUEUE)
-        if me == 0:
-            queue = nodes, reals, leaves, splits, counts, ready, top, best_first
-            sync[CHOSEN] = call_at(kernels[TAKE], (*queue, sizes[SHARED_ROWS], True, team, np.int64(-1)))
-            _free_hopeless(nodes, ready, counts, free, sizes)
-        _meet(me, team, sync, ticks, QUEUE)
-        chosen = sync[CHOSEN]
+        is_root, chosen = False, sync[CHOSEN]
+        if chosen == WAIT:  # a leaf for each thread, until the next one is for all
+            while True:
+                if node >= 0:
+                    _spend(ticks, me, QUEUE)
+                    unused = _expand(
+                        node, slot, work, data, kernels, tables, sizes, pool, features, options, own[3][me],
+                        own[4][me], pairs[me], ticks, me,
+                    )  # fmt: skip
+                lock(sync, LOCK, sync[LOOKS])
+                if node >= 0:
+                    if unused & 1:
+                        _free(counts, free, slot, sizes)
+                    if unused & 2:
+                        _free(counts, free, nodes[node, SLOT], sizes)
+                    fetch_add(sync, CHANGES, 1)
+                node = call_at(kernels[TAKE], (*queue, sharing, False, team, node))
+                _free_hopeless(nodes, ready, counts, free, sizes)
+                if node >= 0:
+                    slot = _slot_for(counts, free, np.int64(0), sizes)
+                seen = read(sync, CHANGES)
+                unlock(sync, LOCK)
+                if node == WAIT:
+                    _spend(ticks, me, QUEUE)
+                    wait_for_change(sync, CHANGES, seen, sync[LOOKS])
+                    _spend(ticks, me, WAITING)
+                elif node < 0:
+                    break
+            _meet(me, team, sync, ticks, QUEUE)
+            if me == 0:
+                _choose(np.int64(-1), team, sync, *more)
+            _meet(me, team, sync, ticks, QUEUE)
+            chosen = sync[CHOSEN]
         if chosen < 0:
             return

@@ -199,6 +199,57 @@ def _float_adder(groups: int) -> Any:
     return add_rows
 
 
+# ---- adding rows to a few features -----------------------------------------------------------------------------------
+
+
+@inlined
+def _bins_of_4(panel, words, column, entry):  # type: ignore[no-untyped-def]
+    """The bins of four features of a row, or of the last two of them: from the lowest byte on."""
+    return panel[(entry & ROW) * U(words) + U(column >> 3)] >> U(8 * (column & 6))
+
+
+@compiled
+def add_few_quantized(panel, words, first, last, entries, _hess, _grad_unit, _hess_unit, _pairs, cells):  # type: ignore[no-untyped-def]
+    """Add at most NARROW_ROWS rows to the cells of features first..last of a panel: even numbers.
+
+    Four features at a time, two where these are not all; the cells are those of the whole panel.
+    """
+    near = entries.size - AHEAD if entries.size > AHEAD else 0
+    column = first
+    while column < last:
+        base, is_four = U(column * BINS), column % GROUP == 0 and last - column >= GROUP
+        for i in range(entries.size):
+            if i < near:
+                prefetch(panel, np.int64((entries[U(i + AHEAD)] & ROW) * U(words)))
+            word, entry = _bins_of_4(panel, words, column, entries[U(i)]), np.int64(entries[U(i)])
+            increment = ((entry >> 48) << 40) + (((entry >> 32) & 0xFFFF) << 16) + 1
+            if is_four:
+                _add_4(cells, base, word, increment)
+            else:
+                cells[base + (word & U(255))] += increment
+                cells[base + U(256) + ((word >> U(8)) & U(255))] += increment
+        column += GROUP if is_four else 2
+
+
+@compiled
+def add_few_floats(panel, words, first, last, entries, hess, grad_unit, hess_unit, pairs, cells):  # type: ignore[no-untyped-def]
+    """The same for cells of two words."""
+    for start in range(0, entries.size, CHUNK):
+        chunk = entries[start : start + CHUNK]
+        _make_pairs(chunk, hess, 1.0 / grad_unit, 1.0 / hess_unit, pairs)
+        column = first
+        while column < last:
+            base, is_four = U(column * BINS * 2), column % GROUP == 0 and last - column >= GROUP
+            for i in range(chunk.size):
+                word, pair = _bins_of_4(panel, words, column, chunk[U(i)]), load(pairs, 2 * i, 2)
+                if is_four:
+                    _add_4_pairs(cells, base, word, pair)
+                else:
+                    _add_pair(cells, base + ((word << U(1)) & U(510)), pair)
+                    _add_pair(cells, base + U(512) + ((word >> U(7)) & U(510)), pair)
+            column += GROUP if is_four else 2
+
+
 # By the number of groups, each with the same arguments. Compiled when first called.
 add_quantized = {groups: _quantized_adder(groups) for groups in range(1, PANEL // GROUP + 1)}
 add_floats = {groups: _float_adder(groups) for groups in range(1, PANEL // GROUP + 1)}

@@ -49,25 +49,32 @@ LEFT, RIGHT = 1, 2
 # that the last `take` found to be hopeless.
 SIZE, HOPELESS = 1, 2
 # Places in `counts`; KNOWN: nodes that could be split, but for the root; DROPPED: those in the list of the
-# hopeless; BUSY: nodes that are taken, and not expanded.
-LEAVES, SPLITS, MADE, QUEUED, READY, KNOWN, DROPPED, BUSY = range(8)
+# hopeless; BUSY: nodes that are taken, and not expanded; GATHERING: all threads come together for one.
+LEAVES, SPLITS, MADE, QUEUED, READY, KNOWN, DROPPED, BUSY, GATHERING = range(9)
+# Places in `sharing`: from how many rows on a node is for all threads, whatever else there is to do; what a node costs
+# all of them beside its rows, in rows; the per cent of a thread that each adds there.
+LARGE_ROWS, MEETING_ROWS, HELP = range(3)
+ANY_ROWS = (2**62, 0, 100)  # no node is too large for one thread
+NODE_ROWS = 2048  # what a node costs one thread beside its rows: its splits are searched
 # What `take` says instead of a node
 COMPLETE, SHARED, WAIT = -1, -2, -3
 U = np.uint64
 
 
 @compiled
-def take(nodes, reals, leaves, splits, counts, ready, top, best_first, shared_rows, for_all, team, done):  # type: ignore[no-untyped-def]
-    """A leaf to expand next, by one thread; with `for_all`, one of `shared_rows` rows or more, by all of them.
+def take(nodes, reals, leaves, splits, counts, ready, top, best_first, sharing, for_all, team, done):  # type: ignore[no-untyped-def]
+    """A leaf to expand next, by one thread; with `for_all`, by all of them.
 
-    Or COMPLETE: the tree is; SHARED: what is next is for all threads; WAIT: there is nothing to do before somebody has
-    expanded what is taken. `done` is what the caller has expanded, or below zero. Leaves that are expanded move into
-    the tree, first in the queue first; the children of one that waits for its turn are ready before that.
+    Or COMPLETE: the tree is; SHARED: the next is for all threads; WAIT: there is nothing to do before somebody has
+    expanded what is taken. `done` is what the caller has expanded, or below zero; no `team`: nobody takes one. Leaves
+    that are expanded move into the tree, first in the queue first; the children of one that waits for its turn are
+    ready before that.
 
     A node's *worth* is the least gain on the way to it (level by level: minus its depth). Nodes of more worth enter the
     tree before it, so that one that is behind as many as the tree can have, `top`, is hopeless. A team first takes what
     is in the upper half of them and large, for what is large and comes late keeps threads waiting; one thread takes the
-    best.
+    best. A node is for all threads where these, one node after the other, do all that there is to do sooner than one
+    thread does that node.
     """
     all_leaves, counts[DROPPED] = leaves.shape[0], 0
     if done >= 0:
@@ -123,7 +130,7 @@ def take(nodes, reals, leaves, splits, counts, ready, top, best_first, shared_ro
     least = top[top.size - 1] if 0 < top.size <= counts[KNOWN] else -np.inf
     safe = top[top.size // 2] if top.size // 2 < min(counts[KNOWN], top.size) else -np.inf
     mine, mine_worth, mine_size = np.int64(-1), -np.inf, np.int64(0)
-    shared, shared_worth, place = np.int64(-1), -np.inf, np.int64(0)
+    shared, shared_worth, place, to_do = np.int64(-1), -np.inf, np.int64(0), np.int64(0)
     while place < counts[READY]:
         node, size = ready[place, NODE], ready[place, SIZE]
         worth, is_head = reals[node, WORTH], node == head
@@ -133,23 +140,31 @@ def take(nodes, reals, leaves, splits, counts, ready, top, best_first, shared_ro
             counts[READY] -= 1
             ready[place, NODE], ready[place, SIZE] = ready[counts[READY], NODE], ready[counts[READY], SIZE]
             continue
-        if is_head or not head_only:
-            if size >= shared_rows:
+        if team > 0 and (is_head or not head_only):
+            if size >= sharing[LARGE_ROWS]:
                 if worth > shared_worth or (is_head and worth == shared_worth):
                     shared, shared_worth = place, worth
             else:
+                to_do += size + NODE_ROWS
                 size = size if team > 1 and worth >= safe else np.int64(0)
                 is_better = worth > mine_worth or (is_head and worth == mine_worth)
                 if size > mine_size or (size == mine_size and is_better):
                     mine, mine_worth, mine_size = place, worth, size
         place += 1
+    is_next = shared >= 0 and shared_worth >= safe
+    if team == 1 and shared >= 0:
+        is_next = shared_worth > mine_worth or (shared_worth == mine_worth and ready[shared, NODE] == head)
     if for_all:
-        mine = shared
-    elif shared >= 0:
-        is_next = shared_worth >= safe
-        if team == 1:
-            is_next = shared_worth > mine_worth or (shared_worth == mine_worth and ready[shared, NODE] == head)
-        if is_next or (mine < 0 and counts[BUSY] == 0):
+        counts[GATHERING] = 0
+        mine = shared if is_next or mine < 0 else mine
+    else:
+        if is_next or (mine < 0 <= shared and counts[BUSY] == 0):
+            counts[GATHERING] = 1
+        elif mine >= 0 and team > 1:
+            alone = ready[mine, SIZE] + NODE_ROWS
+            together = sharing[MEETING_ROWS] + 100 * alone // (sharing[HELP] * team)
+            counts[GATHERING] |= alone * alone > (to_do + alone * counts[BUSY]) * together
+        if counts[GATHERING]:
             return np.int64(SHARED)
     if mine < 0:
         return np.int64(WAIT)

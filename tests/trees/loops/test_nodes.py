@@ -9,6 +9,8 @@ from bitplan.trees.loops import nodes as kernels
 from bitplan.trees.loops.split import CHILD, DEPTH, GAIN, STATE, STOP
 from bitplan.trees.thread_workspace import Growth
 
+NOT_TOGETHER = (100, 0, 1)  # where all threads are slower than one; nodes of 100 rows are theirs all the same
+
 
 class Queue(Growth):
     """Tables whose root is a leaf; `expand` gives a node's children their gains."""
@@ -19,8 +21,8 @@ class Queue(Growth):
         self.reals[0, GAIN] = 1.0
         self.open_root()
 
-    def next(self, done=-1, shared_rows=100):
-        return self.take(shared_rows, done)
+    def next(self, done=-1):
+        return self.take(NOT_TOGETHER, done)
 
     def expand(self, node, gains, sizes=(10, 10)):
         child = self.nodes[node, CHILD]
@@ -95,12 +97,57 @@ def test_a_large_leaf_is_left_to_all_threads_and_waits_for_nobody_who_is_busy():
     queue.expand(queue.next(), [2.0, 1.0], sizes=(100, 10))
     assert queue.next(done=0) == kernels.SHARED
     assert queue.nodes[2, STATE] == kernels.OPEN  # though one thread could take it
-    assert queue.take(100, team=4, for_all=True) == 1
+    assert queue.take(NOT_TOGETHER, team=4, for_all=True) == 1
     queue.expand(1, [3.0, 0.5], sizes=(10, 200))
-    queue.expand(queue.take(100, 1, team=4, for_all=True), [0.0, 0.0])  # large, so it is taken early
-    small = [queue.take(100, 4, team=4), queue.take(100, team=4)]
+    assert queue.take(NOT_TOGETHER, 1, team=4) == kernels.SHARED
+    queue.expand(queue.take(NOT_TOGETHER, team=4, for_all=True), [0.0, 0.0])  # large, so it is taken early
+    small = [queue.take(NOT_TOGETHER, 4, team=4), queue.take(NOT_TOGETHER, team=4)]
     assert sorted(queue.reals[small, GAIN]) == [1.0, 3.0]
-    assert queue.take(100, team=4) == kernels.WAIT
+    assert queue.take(NOT_TOGETHER, team=4) == kernels.WAIT
+
+
+@pytest.mark.parametrize(
+    ("team", "sizes", "sharing", "together"),
+    [
+        (4, (30_000, 30_000), (10**6, 0, 100), True),  # half the time of one after the other, each by one thread
+        (4, (30_000, 30_000), (10**6, 0, 50), False),  # as long
+        (8, (30_000, 30_000), (10**6, 0, 50), True),
+        (1, (30_000, 30_000), (10**6, 0, 100), False),
+        (8, (30_000, 30_000), (10**6, 20_000, 100), False),  # for what they meet
+        (4, (90_000, 10), (10**6, 0, 50), True),  # one would be at the large one when others have done the rest
+        (8, (10, 10), (10**6, 600, 60), True),
+        (4, (10, 10), (10**6, 600, 60), False),
+    ],
+)
+def test_all_threads_expand_a_node_where_that_is_sooner_than_one_does(team, sizes, sharing, together):
+    queue = Queue(9)
+    queue.expand(queue.next(), [2.0, 1.0], sizes)
+    first = queue.take(sharing, 0, team=team)
+    assert (first == kernels.SHARED) is together
+    if together:  # all come, whatever is done before they are there
+        assert queue.take(sharing, team=team) == kernels.SHARED
+        assert queue.take(sharing, team=team, for_all=True) == 1
+    else:
+        assert [first, queue.take(sharing, team=team)] == [1, 2]
+
+
+def test_a_thread_that_is_busy_counts_as_work_that_others_do_meanwhile():
+    queue, sharing = Queue(9), (10**6, 0, 40)
+    queue.expand(queue.next(), [2.0, 1.0], (10, 10))
+    assert queue.take(sharing, 0, team=4) == 1  # two nodes: 1.25 times the time of one
+    queue.expand(1, [0.5, 0.0], (10, 10))
+    assert queue.take(sharing, team=4) == 2  # the other, beside a thread that is busy
+    queue.expand(2, [0.0, 0.0])
+    assert queue.take(sharing, 2, team=4) == kernels.WAIT
+    assert queue.take(sharing, 1, team=4) == kernels.SHARED  # one is left, and nobody is busy
+
+
+def test_a_node_is_said_to_be_expanded_and_none_is_taken():
+    queue = Queue(9)
+    queue.expand(queue.next(), [2.0, 1.0])
+    queue.finish(0)
+    assert queue.counts[kernels.BUSY] == 0
+    assert queue.counts[kernels.READY] == 2
 
 
 def test_a_node_below_one_of_little_gain_is_hopeless_however_large_its_own_gain_is():
