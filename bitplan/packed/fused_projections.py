@@ -179,10 +179,12 @@ class JointProjection:
         if self._unclaimed >= MOST_UNCLAIMED:
             self._shared.clear()
             return None
+        y = None if self.layer is None else self.layer.bound_product(x)
+        if y is None and not self._runs_for(x):  # so many rows run apart: nothing is left unclaimed
+            return None
         if self._shared.is_waiting or layer.joint_at:  # others did not fetch their parts, or came before
             self._unclaimed += 1
-        y = None if self.layer is None else self.layer.bound_product(x)
-        return self._run_joined(x) if y is None and self._runs_for(x) else y
+        return self._run_joined(x) if y is None else y
 
     def _run_joined(self, x: Tensor) -> Tensor | None:
         layer = self.layer

@@ -155,6 +155,7 @@ class PackedWeight(EncodedModule):
     def forget(self) -> None:
         """Drop everything that was made from this weight; it is made again when it is needed."""
         self._changes += 1
+        self._encoded = None  # or parts that were replaced would stay in memory
         self._derived.clear()
         for listener in list(self._listeners):
             listener.drop(self.token)

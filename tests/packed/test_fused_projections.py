@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 
 from bitplan.packed import fused_projections, product_strategy, quant_linear
 from bitplan.packed import linear_operator as operator
-from bitplan.packed.fused_projections import JointLinear, fuse_projections
+from bitplan.packed.fused_projections import MOST_UNCLAIMED, JointLinear, fuse_projections
 from bitplan.packed.products.fused import TritonOnCuda
 from bitplan.packed.quant_linear import QuantLinear
 from tests.packed import linear_samples
@@ -66,6 +68,38 @@ def test_joined_projections_give_the_numbers_and_the_state_of_separate_ones(
     )
     data = [layer.weight.data for layer in (model[0].q_proj, model[0].k_proj)]
     assert data[0].untyped_storage().data_ptr() == data[1].untyped_storage().data_ptr()
+
+
+def test_prompts_that_run_apart_do_not_end_the_joined_product_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Formats with a factor of their own are decoded one by one, as prompts are, and multiplied together by tokens."""
+    model = Attention("fp4_u8_g128").to(DEVICE)
+    fuse_projections(model)
+    products = []
+    joined = JointLinear._forward
+    monkeypatch.setattr(JointLinear, "_forward", lambda self, x: (products.append(len(x)), joined(self, x))[1])
+    monkeypatch.setattr(JointLinear, "runs_joined", lambda _self, rows, _dtype: rows == 1)
+    with torch.inference_mode():
+        for _ in range(MOST_UNCLAIMED + 1):
+            model(normal(2, 128).bfloat16())
+        assert products == []
+        model(normal(1, 128).bfloat16())
+    assert products == [1]
+
+
+def test_joined_layers_keep_one_copy_of_bytes_and_scales() -> None:
+    model, kernel = Attention("int4_g32").to(DEVICE), TritonOnCuda()
+    fuse_projections(model)
+    layers = (model.q_proj, model.k_proj, model.v_proj)
+    for layer in layers:
+        layer.weight._apply(torch.clone)  # samples are shared between tests
+    before = [weakref.ref(part) for layer in layers for part in layer.weight.buffers()]
+    with torch.inference_mode():
+        model(normal(1, 128).bfloat16())
+    gc.collect()
+    assert [part() for part in before] == [None] * len(before)
+    joint = layers[0].joint.layer
+    same = [a.data_ptr() == b.data_ptr() for a, b in zip(joint.prepared(kernel), joint._prepared, strict=True)]
+    assert same == [True, True, False]  # scales, factors, and counters, of which each stream has its own
 
 
 def test_what_changes_is_seen_and_a_gradient_runs_each_layer_alone() -> None:

@@ -129,14 +129,15 @@ def arrange_scales(weight: Encoded) -> ArrangedScales:
 
 
 def join_scales(parts: Sequence[ArrangedScales]) -> ArrangedScales | None:
-    """Of weights that lie one below the other; None where they are stored in different ways."""
+    """Join those of weights below each other; None where they are stored in different ways. One's are not copied."""
     scales = [part.scales for part in parts]
     if any(each.dtype != scales[0].dtype for each in scales):
         return None
     axis = 1 if scales[0].dim() == 2 else 2
     factors = [part.factor.expand(part.scales.shape[axis]) for part in parts]
-    joined = torch.cat(scales, dim=axis)
-    return ArrangedScales(joined, torch.cat(factors), _counters(joined.shape[axis], joined.device))
+    joined = scales[0] if len(parts) == 1 else torch.cat(scales, dim=axis)
+    factor = factors[0].contiguous() if len(parts) == 1 else torch.cat(factors)
+    return ArrangedScales(joined, factor, _counters(joined.shape[axis], joined.device))
 
 
 def _counters(outputs: int, device: torch.device) -> Tensor:
