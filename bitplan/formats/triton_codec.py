@@ -276,7 +276,7 @@ def _decode_nibble_groups(
     at_GB = tl.max_contiguous(group_G[:, None] * HALF + lane_B[None, :], (1, VECTOR))
     byte_GB = tl.load(data_ptr + first * HALF + at_GB, mask=ok_G[:, None], other=0).to(tl.int32)
     base = 1.0
-    if SCALE == "e4m3":
+    if SCALE == "e4m3" or SCALE == "u8":
         base = tl.load(base_ptr)
     scale_G = load_scale(tl.load(scales_ptr + first + group_G, mask=ok_G, other=0), base, SCALE)
     if ELEMENT == "e2m1":
@@ -345,6 +345,7 @@ DECODERS: dict[str, Decoder] = {
     "q8_0_gguf": decode_byte_groups,
     "mxfp4": decode_nibble_groups,
     "nvfp4": decode_nibble_groups,
+    "fp4_u8_g128": decode_nibble_groups,
     "int4_g32": decode_nibble_groups,
     "q4_0_gguf": decode_nibble_groups,
 }

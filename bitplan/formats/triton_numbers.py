@@ -81,7 +81,7 @@ def scale_name(fmt: Format) -> str:
     assert fmt.scales is not None
     if fmt.power_of_two_scales:
         return "e8m0"
-    return {torch.float8_e4m3fn: "e4m3", **FLOAT_NAMES}[fmt.scales.dtype]
+    return {torch.float8_e4m3fn: "e4m3", torch.uint8: "u8", **FLOAT_NAMES}[fmt.scales.dtype]
 
 
 def as_bits(tensor: Tensor) -> Tensor:
@@ -217,13 +217,15 @@ def power_of_two(exponent_field):
 
 @triton.jit
 def load_scale(stored, base, SCALE: tl.constexpr):
-    """A scale as stored (bits) -> float32; `base` only matters to E4M3 scales."""
+    """A scale as stored (bits) -> float32; `base` only matters to E4M3 scales and to integers."""
     if SCALE == "e8m0":
         byte = stored.to(tl.int32)
         bits = tl.where(byte == 0, 0x00400000, byte << 23)
         scale = tl.where(byte == 255, 0x7FC00000, bits).to(tl.float32, bitcast=True)
     elif SCALE == "e4m3":
         scale = flush_small(float_of_e4m3_in_integers(stored) * base)
+    elif SCALE == "u8":
+        scale = flush_small(stored.to(tl.float32) * base)
     elif SCALE == "bf16":
         scale = float_of_bits(stored, "bf16")
     else:

@@ -343,7 +343,7 @@ def test_settings_are_powers_of_two() -> None:
         assert math.log2(launch.warps).is_integer()
 
 
-@pytest.mark.parametrize("name", ["int8_row", "int8_g128", "mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["int8_row", "int8_g128", "mxfp4", "nvfp4", "fp4_u8_g128"])
 def test_a_bound_call_passes_the_launcher_what_a_prepared_launch_does(name: str, monkeypatch) -> None:
     """On a pretended GPU: the same grid, stream, constants and addresses, but for that of the output."""
     encoded, passed = encode(torch.randn(4, 256), name), []

@@ -73,7 +73,7 @@ class ArrangedScales(NamedTuple):
         """How the kernel reads a scale."""
         if fmt.name == "nvfp4" and self.scales.dtype == torch.int8:
             return "e5m3"
-        return "u8" if fmt.name == "fp4_u8_g128" else scale_name(fmt)
+        return scale_name(fmt)
 
     @property
     def nbytes(self) -> int:

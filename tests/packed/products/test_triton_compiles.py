@@ -19,6 +19,7 @@ import itertools, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from bitplan.formats.triton_codec import _decode_nibble_groups
 from bitplan.packed.products import fused_few_rows as triton_matmul
 from bitplan.packed.products import fused_many_rows as triton_wide
 from bitplan.packed.products.direct_products import direct_kernel
@@ -49,6 +50,10 @@ def build(kernel, pointers, constants, warps, capability=90):
 pointers = dict(data_ptr="*u8", scales_ptr="*u8", codes_ptr="*u8", row_scales_ptr="*fp32", blocks="i32")
 ptx = build(rows_kernel, pointers, dict(ELEMENT="e4m3", SHIFT=6, TILE=128, WIDE=128), 8)
 assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "st.global.v4" in ptx, "rows in E4M3"
+
+pointers = dict(data_ptr="*u8", scales_ptr="*u8", base_ptr="*fp32", out_ptr="*i16", groups="i32")
+constants = dict(ELEMENT="e2m1", SCALE="u8", ORDER="low_first", OUT="bf16", TILE=32, HALF=64, VECTOR=4)
+assert "st.global.v4" in build(_decode_nibble_groups, pointers, constants, 8), "fp4_u8_g128"
 
 ways = (("0123", "no"), ("0213", "sorted"))
 for name in sys.argv[2:]:
