@@ -198,7 +198,9 @@ def joint_evidence(
     joint = replace(weights, groups=groups, stays=stays, proven=[], aims=aims_of(goal.kinds, weights.kinds))
     if probe is not None:
         joint = with_workspace(joint, probe)
-    return joint if probe is None or probe.times is None or goal.ram is None else with_places(joint, probe.times, goal)
+    if probe is None or probe.times is None or goal.ram is None:
+        return joint
+    return with_places(joint, probe.times, goal, probe.decoded)
 
 
 def _kept(kv: SearchEvidence) -> str:

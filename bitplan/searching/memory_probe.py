@@ -36,8 +36,8 @@ MEMORY, DOCUMENT, VERSION = "memory.json", "bitplan-memory", 1
 
 
 def _are_sizes(item: Any) -> bool:
-    pairs = item.values() if type(item) is dict else [None]
-    return all(type(pair) is list and len(pair) == 2 and all(map(_is_size, pair)) for pair in pairs)
+    costs = item.values() if type(item) is dict else [None]
+    return all(type(cost) is list and len(cost) in (2, 4) and all(map(_is_size, cost)) for cost in costs)
 
 
 def _is_size(value: Any) -> bool:
@@ -45,9 +45,9 @@ def _is_size(value: Any) -> bool:
 
 
 PROBE_KEYS = {"context": SIZE, "batch": SIZE, "device": TEXT, "nbytes": SIZE, "times": OBJECT, "floor": SIZE}
-PROBE_KEYS["decoded"] = Kind("an object of formats to [bytes, bytes a number]", _are_sizes)
+PROBE_KEYS["decoded"] = Kind("an object of formats to [bytes, bytes a number, us, us a number]", _are_sizes)
 WIDE, NARROW, MORE_LAYERS = "int8_row", "mxfp4", 4  # formats and layers whose tokens are timed
-TIMED_TOKENS, WARM_TOKENS = 12, 4
+TIMED_TOKENS, WARM_TOKENS, LAUNCH_TURNS, DECODINGS = 12, 4, 40, 5
 SHORTEST = 1e-7  # microseconds a byte: 10 TB/s
 CYCLES_A_SECOND, LONGEST_WAIT_S = 2_000_000_000, 0.2  # of a GPU that waits for its host
 MOST_PIECES = 4  # of a prompt, that the probe reads on a CPU
@@ -87,8 +87,8 @@ TIMES_KEYS = dict.fromkeys(("gpu_rate", "bus_rate", "crossing", "rest", "launch"
 class MemoryProbe:
     """Bytes beside weights, keys and values, for a context and batch on a device; and for two memories, times.
 
-    On a GPU `floor` are those that stay between products, and `decoded` is what a product with a decoded weight takes
-    while it runs, by format: bytes of any weight, and of each of its numbers.
+    On a GPU `floor` are those that stay between products, and `decoded` is what decoding a weight takes, by format:
+    bytes while it runs, of any weight and of each of its numbers, and in the same way microseconds.
     """
 
     context: int
@@ -282,7 +282,7 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
     if torch_device.type != "cuda":
         return answer
     floor = max(0, torch.cuda.memory_allocated(torch_device) - own_bytes)
-    return answer | {"floor": floor + max(0, logits), "decoded": _decoded_bytes(torch_device)}
+    return answer | {"floor": floor + max(0, logits), "decoded": _decoding_costs(torch_device)}
 
 
 def _pieces_read(tokens: int, piece: int, most: int) -> list[tuple[int, int]]:
@@ -306,34 +306,43 @@ def _storage_bytes(cache: Any) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def _decoded_bytes(device: Any) -> dict[str, tuple[float, float]]:
-    """What decoding a weight takes, by format: bytes of any weight, and bytes a number more."""
+def _decoding_costs(device: Any) -> dict[str, tuple[float, ...]]:
+    """What decoding a weight takes, by format: bytes of any weight and bytes a number more, and so microseconds."""
     import torch
 
     from bitplan.formats import Encoded, get_format
     from bitplan.formats.dispatch import decode
     from bitplan.searching.runtime_formats import target_of
 
-    bytes_by_format: dict[str, tuple[float, float]] = {}
+    def line(few: float, many: float) -> tuple[float, float]:
+        few_numbers, many_numbers = (rows * cols for rows, cols in DECODED_SHAPES)
+        per_number = max(0.0, (many - few) / (many_numbers - few_numbers))
+        return max(0.0, few - few_numbers * per_number), per_number
+
+    costs: dict[str, tuple[float, ...]] = {}
     for name in target_of("bitplan").formats:
         fmt = get_format(name)
         if fmt.is_cast:
             continue
-        taken = []
+        taken, lasted = [], []
         for shape in DECODED_SHAPES:
             parts = {
                 part: torch.zeros(size, dtype=dtype, device=device)
                 for part, (dtype, size) in fmt.part_shapes(shape).items()
             }
-            torch.cuda.synchronize(device)
+            encoded, seconds = Encoded(fmt, shape, **parts), []
             before = torch.cuda.memory_allocated(device)
             torch.cuda.reset_peak_memory_stats(device)
-            decode(Encoded(fmt, shape, **parts), torch.bfloat16)
+            for _ in range(DECODINGS):
+                torch.cuda.synchronize(device)
+                started = time.perf_counter()
+                decode(encoded, torch.bfloat16)
+                torch.cuda.synchronize(device)
+                seconds.append(time.perf_counter() - started)
             taken.append(torch.cuda.max_memory_allocated(device) - before)
-        few, many = (rows * cols for rows, cols in DECODED_SHAPES)
-        per_number = max(0.0, (taken[1] - taken[0]) / (many - few))
-        bytes_by_format[name] = max(0.0, taken[0] - few * per_number), per_number
-    return bytes_by_format
+            lasted.append(1e6 * statistics.median(seconds))
+        costs[name] = (*line(*taken), *line(*lasted))
+    return costs
 
 
 def _small_model(config: dict[str, Any], model_type: str, device: Any, layers: int, fmt: str) -> Any:
@@ -399,22 +408,31 @@ def _measure_times(config: dict[str, Any], model_type: str, context: int, batch:
 
     torch_device = torch.device(device)
     read: dict[str, float] = {}
-    tokens: dict[tuple[str, int, bool], _Token] = {}
+    tokens: dict[tuple[str, bool], _Token] = {}
     products = 0
     chosen = _chosen_share(config)
+
+    def ready(fmt: str, layers: int) -> tuple[Any, Any]:
+        model = _small_model(config, model_type, torch_device, layers, fmt)
+        return model, _filled(model, batch, max(1, context - 1 - 2 * TIMED_TOKENS), torch_device)
+
     with torch.inference_mode():
-        for fmt, layers in ((WIDE, LAYERS), (NARROW, LAYERS), (WIDE, MORE_LAYERS)):
-            model = _small_model(config, model_type, torch_device, layers, fmt)
-            cache = _filled(model, batch, context - 1 - 2 * TIMED_TOKENS, torch_device)
-            tokens[fmt, layers, False] = _timed_token(model, cache, batch, torch_device)
-            if layers == LAYERS:
-                read[fmt], products = _send_to_host(model, torch_device, chosen, batch)
-                tokens[fmt, layers, True] = _timed_token(model, cache, batch, torch_device)
+        small, larger = {WIDE: ready(WIDE, LAYERS)}, ready(WIDE, MORE_LAYERS)
+        many = _timed_token(*larger, batch, torch_device)
+        launch, launch_more = 0.0, 0.0  # a CPU's product is done when it returns
+        if torch_device.type != "cpu":
+            launch, launch_more = _launched_in_turns(small[WIDE], larger, batch, torch_device)
+        del larger
+        for fmt in (WIDE, NARROW):
+            model, cache = small.pop(fmt) if fmt in small else ready(fmt, LAYERS)
+            tokens[fmt, False] = _timed_token(model, cache, batch, torch_device)
+            read[fmt], products = _send_to_host(model, torch_device, chosen, batch)
+            tokens[fmt, True] = _timed_token(model, cache, batch, torch_device)
             del model, cache
-    few, many = tokens[WIDE, LAYERS, False], tokens[WIDE, MORE_LAYERS, False]
+    few = tokens[WIDE, False]
     apart = read[WIDE] - read[NARROW]
-    gpu_us = max(0.0, (few.busy - tokens[NARROW, LAYERS, False].busy) / apart)
-    slower = {fmt: tokens[fmt, LAYERS, True].busy - tokens[fmt, LAYERS, False].busy for fmt in (WIDE, NARROW)}
+    gpu_us = max(0.0, (few.busy - tokens[NARROW, False].busy) / apart)
+    slower = {fmt: tokens[fmt, True].busy - tokens[fmt, False].busy for fmt in (WIDE, NARROW)}
     bus_us = max(SHORTEST, gpu_us + (slower[WIDE] - slower[NARROW]) / apart)
     crossing = max(0.0, (slower[NARROW] - read[NARROW] * (bus_us - gpu_us)) / products)
     turn = max(0.0, many.whole - max(many.busy, many.launch))
@@ -425,7 +443,7 @@ def _measure_times(config: dict[str, Any], model_type: str, context: int, batch:
         1 / bus_us,
         crossing,
         max(0.0, rest_few + more * (rest_many - rest_few)) + turn,
-        max(0.0, few.launch + more * (many.launch - few.launch)) + turn,
+        max(0.0, launch + more * launch_more) + turn,
         chosen,
     )
 
@@ -454,6 +472,33 @@ def _send_to_host(model: Any, device: Any, chosen: float, batch: int) -> tuple[f
     return read, len(weights) - len(layers)
 
 
+def _launched_in_turns(few: Any, many: Any, batch: int, device: Any) -> tuple[float, float]:
+    """Microseconds of the host to launch a token of the smaller model, and how many more of the larger one's.
+
+    Medians of turns, so that a host that is slow for a while is so for both. Each launch finds the GPU with nothing to
+    do: one behind a thousand others would wait for the GPU.
+    """
+    import torch
+
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+
+    def launched(model: Any, cache: Any) -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        started = time.perf_counter()
+        token = _next_token(model, cache, ids)
+        microseconds = 1e6 * (time.perf_counter() - started)
+        token.tolist()
+        return microseconds
+
+    turns = [(launched(*few), launched(*many)) for _ in range(WARM_TOKENS + LAUNCH_TURNS)][WARM_TOKENS:]
+    return statistics.median(one for one, _ in turns), statistics.median(more - one for one, more in turns)
+
+
+def _next_token(model: Any, cache: Any, ids: Any) -> Any:
+    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+
+
 def _timed_token(model: Any, cache: Any, batch: int, device: Any) -> _Token:
     """Medians of a few tokens; on a GPU its work is timed apart from the host's, which is ahead of it then."""
     import torch
@@ -461,7 +506,7 @@ def _timed_token(model: Any, cache: Any, batch: int, device: Any) -> _Token:
     ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
 
     def step() -> Any:
-        return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+        return _next_token(model, cache, ids)
 
     samples: list[tuple[float, float, float]] = []
     for turn in range(TIMED_TOKENS):

@@ -6,6 +6,7 @@ So a choice is a format and a place (`mxfp4`, or `mxfp4@host`), with bytes in ei
     on the GPU     bytes that are read / `gpu_rate`
     on the host    `crossing` + bytes that are read / `bus_rate`; its scales, as kernels read them, lie on the GPU
     an embedding   reads one row, so it takes no time anywhere; of experts the share is read that tokens choose
+    without a kernel that reads codes   its decoding, too, and reading the decoded numbers
 
 A token takes the sum of these and `rest`, but no less than the host needs to launch it: `launch`. All of them were
 measured on the device that the model shall run on (`memory_probe`). The solver keeps to both memories, and to a
@@ -16,7 +17,7 @@ than reading the GPU's whole memory takes.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
@@ -40,7 +41,12 @@ from bitplan.searching.solver import MOST_NODES, Solution
 
 USUAL_BITS = 4.5
 FEW_ROWS = 64  # that kernels multiply with codes; with more a weight is decoded first
+BF16_BYTES = 2
+DECODING_COSTS = 4  # bytes, bytes a number, microseconds, microseconds a number; probes of before have bytes alone
 SPLIT_GAP = 1e-3  # of a uniform format's best split: layers are alike there, and a proof would take long
+
+
+DecodingCosts = Mapping[str, Sequence[float]]
 
 
 class TwoMemories(Protocol):
@@ -80,7 +86,7 @@ def with_workspace(joint: SearchEvidence, probe: MemoryProbe) -> SearchEvidence:
         return joint
     tables, lookups = _tables(joint), _lookups(joint)
     layers = [_at_once(group) for name, group in joint.groups.items() if name not in tables and is_weight(group)]
-    decoded_bytes = {fmt: tuple(pair) for fmt, pair in probe.decoded.items()}
+    decoded_bytes = {fmt: tuple(costs[:2]) for fmt, costs in probe.decoded.items()}
     counted = decoded_bytes[WIDE][0] + max(layers, default=0) * decoded_bytes[WIDE][1]
     groups = {}
     for name, group in joint.groups.items():
@@ -114,8 +120,13 @@ def is_weight(group: TensorGroup) -> bool:
     return all(role != "kv" for _, role in group.tensors.values())
 
 
-def with_places(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories) -> SearchEvidence:
-    """Groups with a candidate for each format and place, and times; keys and values stay on the GPU."""
+def with_places(
+    joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, decoded: DecodingCosts | None = None
+) -> SearchEvidence:
+    """Groups with a candidate for each format and place, and times; keys and values stay on the GPU.
+
+    decoded   what decoding a weight takes, as a probe on a GPU has it
+    """
     lookups, groups = _lookups(joint), {}
     for name, group in joint.groups.items():
         share = _share_read(group, times, goal.batch)
@@ -126,12 +137,23 @@ def with_places(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories) -> 
             scales = scale_bytes(stored, shapes, on_gpu=goal.on_gpu) if is_weight(group) else 0
             file_bytes = cost.nbytes - scales  # what the file has of it: `joint_evidence` counts scales twice
             read = 0.0 if name in lookups or not is_weight(group) else share
-            formats[fmt] = replace(cost, us={goal.batch: read * file_bytes / times.gpu_rate})
+            decoding = read * _decoding_us(stored, group, times, decoded)
+            formats[fmt] = replace(cost, us={goal.batch: decoding + read * file_bytes / times.gpu_rate})
             if is_weight(group) and not get_format(stored).is_cast:
-                us = read and times.crossing + read * (file_bytes - scales) / times.bus_rate
+                us = read and decoding + times.crossing + read * (file_bytes - scales) / times.bus_rate
                 formats[in_host(fmt)] = replace(cost, nbytes=scales, host=file_bytes, us={goal.batch: us})
         groups[name] = replace(group, formats=formats, reference_us={goal.batch: 0.0})
     return replace(joint, groups=groups)
+
+
+def _decoding_us(fmt: str, group: TensorGroup, times: TokenTimes, decoded: DecodingCosts | None) -> float:
+    """What a token waits for weights to be decoded and read again, where no kernel multiplies with their codes."""
+    shapes = [shape for shape, _ in group.tensors.values()]
+    costs = () if decoded is None else decoded.get(fmt, ())
+    if len(costs) < DECODING_COSTS or scale_bytes(fmt, shapes, on_gpu=True):
+        return 0.0
+    _, _, any_weight, per_number = costs
+    return any_weight + group.numbers * (per_number + BF16_BYTES / times.gpu_rate)
 
 
 def _tables(joint: SearchEvidence) -> list[str]:

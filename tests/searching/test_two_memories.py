@@ -14,7 +14,15 @@ from bitplan.searching import memory_probe
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, in_host, is_in_host, weight_format
 from bitplan.searching.fit import FitGoal, plan_fit
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError
-from bitplan.searching.memory_probe import MemoryProbe, Reserve, TokenTimes, _measure_times
+from bitplan.searching.memory_probe import (
+    MemoryProbe,
+    Reserve,
+    TokenTimes,
+    _filled,
+    _launched_in_turns,
+    _measure_times,
+    _small_model,
+)
 from bitplan.searching.solver import solve
 from bitplan.searching.two_memories import best_split, crossing_first, place_goal, with_places, with_workspace
 from tests.searching.test_fit import CONTEXT, FORMATS, MEMORY, RESERVED, tiny_llama, tokens
@@ -88,6 +96,20 @@ def test_where_the_usual_format_lies_on_the_gpu_larger_ones_may_use_the_room_tha
     assert {*best_split(placed, "mxfp4", limit).choice.values()} == {"mxfp4"}
     assert found.nats <= best_split(placed, "int8_row", limit).nats
     assert found.nbytes > 5 * NUMBERS
+
+
+def test_a_format_that_is_decoded_takes_its_decoding_and_the_numbers_once_more():
+    evidence = drawn(1)
+    for group in evidence.groups.values():
+        group.formats["q8_0_gguf"] = FormatCost(NUMBERS, 0.005)
+    decoded = {"q8_0_gguf": [0.0, 2.0, 30.0, 0.5], "mxfp4": [0.0, 2.0, 30.0, 0.5], "int8_row": [0.0, 2.0]}
+    goal = FitGoal(NUMBERS, 64, ram=NUMBERS)
+    plain, placed = with_places(evidence, TIMES, goal), with_places(evidence, TIMES, goal, decoded)
+    for name, group in placed.groups.items():
+        more = {fmt: cost.us[1] - plain.groups[name].formats[fmt].us[1] for fmt, cost in group.formats.items()}
+        takes = 0.0 if "embed" in name else 30 + NUMBERS * (0.5 + 2 / TIMES.gpu_rate)
+        expected = {"q8_0_gguf": takes, "q8_0_gguf@host": takes}  # kernels multiply with the codes of the others
+        assert more == pytest.approx(dict.fromkeys(more, 0.0) | expected)
 
 
 def test_what_crosses_comes_first_among_equal_layers():
@@ -195,6 +217,16 @@ def test_times_are_measured_with_weights_in_either_memory():
     assert times.chosen == 1.0
 
 
+def test_launches_are_timed_in_turns():
+    """More layers take longer, and each turn is of both models: one that is slow as a whole does not count."""
+    config, cpu = tiny_llama().config.to_dict(), torch.device("cpu")
+    with torch.inference_mode():
+        models = [_small_model(config, "llama", cpu, layers, "int8_row") for layers in (2, 6)]
+        few, more = _launched_in_turns(*((model, _filled(model, 1, 8, cpu)) for model in models), 1, cpu)
+    assert 0 < more < 20 * few
+    assert few > 0
+
+
 @pytest.mark.parametrize(
     "probe",
     [
@@ -203,6 +235,7 @@ def test_times_are_measured_with_weights_in_either_memory():
         {"context": 1},
         {**fake_probe("", 64, 1).to_dict(), "times": {}},
         {**fake_probe("", 64, 1).to_dict(), "decoded": {"mxfp4": [2]}},
+        {**fake_probe("", 64, 1).to_dict(), "decoded": {"mxfp4": [2, 2, 2]}},
     ],
 )
 def test_a_damaged_probe_is_refused_by_its_name(probe, tmp_path):
