@@ -28,12 +28,15 @@ TFLOP/s are 6 x weights x tokens by the step's time, whatever is computed again.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import itertools
 import json
 import math
 import os
+import re
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -279,6 +282,9 @@ def deepspeed(job: Job, *, overlapped: bool = False) -> Iterator[Arm]:
         layer.cos, layer.sin = layer.cos.to(job.device), layer.sin.to(job.device)
     count, adam = weights_of(model), "DeepSpeed's CPU Adam"
     block = count // size.blocks
+    if overlapped:  # its worker has 80% of the cores: no more threads than those, or they wait for each other
+        cores = len(os.sched_getaffinity(0))
+        os.environ["OMP_NUM_THREADS"] = str(cores - int(0.2 * cores))
     offload = {"device": "cpu", "pin_memory": job.device == "cuda"}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
@@ -293,7 +299,7 @@ def deepspeed(job: Job, *, overlapped: bool = False) -> Iterator[Arm]:
             "offload_optimizer": offload | ({"super_offload": True} if overlapped else {}),
             "stage3_prefetch_bucket_size": block,
             "reduce_bucket_size": block,
-            "sub_group_size": int(1e9),
+            "sub_group_size": block if overlapped else int(1e9),  # super_offload steps a group as soon as it is whole
         },
     }
     try:
@@ -566,32 +572,47 @@ def line_of(row: Row) -> str:
 
 
 def run_in_process(job: str, options: argparse.Namespace, limit_s: float, keep: Callable[[Row], None]) -> None:
+    """A job in a group of processes that ends with it: a worker that a library leaves behind would keep the pipes."""
     command = [sys.executable, __file__, "--job", job, "--device", options.device, "--repeats", str(options.repeats)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True
+    )
     errors: list[str] = []
-    assert process.stdout is not None
-    assert process.stderr is not None
-    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    timer = threading.Timer(limit_s, process.kill)
-    timer.start()
-    for line in process.stdout:
-        if line.startswith("ROW "):
-            row = json.loads(line[4:])
-            if "error" in row:
-                print("".join(errors)[-3000:], file=sys.stderr, flush=True)
-            keep(row)
+
+    def read_rows() -> None:
+        for line in process.stdout or ():
+            if line.startswith("ROW "):
+                row = json.loads(line[4:])
+                if "error" in row:
+                    print("".join(errors)[-3000:], file=sys.stderr, flush=True)
+                keep(row)
+
+    readers = [threading.Thread(target=read_rows), threading.Thread(target=lambda: errors.extend(process.stderr or ()))]
+    for reader in readers:
+        reader.start()
+    try:
+        code = process.wait(limit_s)
+        why = f"exit {code}"
+    except subprocess.TimeoutExpired:
+        code, why = -9, f"over its limit of {limit_s:.0f} s"
+    with contextlib.suppress(ProcessLookupError):  # it left nobody behind
+        os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    timer.cancel()
-    if process.returncode != 0:
+    for reader in readers:
+        reader.join()
+    if code != 0:
         mode, arm, shape, _ = job.split(":")
-        why = f"over its limit of {limit_s:.0f} s" if process.returncode == -9 else f"exit {process.returncode}"
         keep({"mode": mode, "shape": shape, "arm": arm, "error": f"{why}: {''.join(errors)[-400:]}"})
+
+
+def is_job(text: str) -> bool:
+    arms = "|".join([*ARMS, "bounds", "paired"])
+    return re.fullmatch(rf"(full|lora):({arms}):({'|'.join(SIZES)}):\d+(,\d+)*", text) is not None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--jobs", help="mode:arm[:shape:tokens,...] with semicolons or blanks between; default: all")
+    parser.add_argument("--jobs", help="mode:arm:shape:tokens,... with semicolons or blanks between; default: all")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--limit", type=float, default=240.0, help="seconds for everything")
@@ -605,6 +626,9 @@ def main() -> None:
     jobs = list(JOBS) if options.jobs is None else options.jobs.replace(";", " ").split()
     if options.tiny:
         jobs = [":".join([*job.split(":")[:2], "tiny", "16,8"]) for job in jobs]
+    for job in jobs:
+        if not is_job(job):
+            parser.error(f"--jobs: {job!r} is not mode:arm:shape:tokens,... such as {JOBS[0]!r}")
     started, rows, machine = time.perf_counter(), [], harness.machine(options.device)
 
     def keep(row: Row) -> None:

@@ -199,12 +199,16 @@ class RunChange(NamedTuple):
 
 @dataclass(frozen=True)
 class RunLog:
-    """The log of a run's plan: how it began, and its changes; those that a resumed run made again are there once."""
+    """The log of a run's plan: how it began, and its changes; those that a resumed run made again are there once.
+
+    `times` are milliseconds a step, by what was low and the first step with it.
+    """
 
     where: str
     settings: Mapping[str, Any]
     rows: Mapping[str, Mapping[str, str]]
     changes: tuple[RunChange, ...]
+    times: Mapping[tuple[str, int], float]
 
     def plan(self, step: int | None = None) -> Plan:
         """The plan at a step; at the end if None."""
@@ -239,13 +243,16 @@ def run_log_of(values: Iterable[Any], where: str) -> RunLog:
     head, *lines = fields
     rows = {name: {key: row.text(key) for key in ("format", "kind", "reason")} for name, row in head.items("rows")}
     changes: list[RunChange] = []
+    times: dict[tuple[str, int], float] = {}
     for line in lines:
         number = line.whole("number")
         if "resumed_after" in line:
             del changes[number:]
         if number != len(changes):
             raise PlanFileError(f"{line.where}: change {len(changes)} is missing, got {number}: the log has lost lines")
-        if "resumed_after" in line:
+        if "timed" in line:
+            times[line.text("timed"), line.whole("first")] = line.number("ms")
+        if "timed" in line or "resumed_after" in line:
             continue
         name = line.text("name")
         if name not in rows:
@@ -258,7 +265,7 @@ def run_log_of(values: Iterable[Any], where: str) -> RunLog:
         changes.append(
             RunChange(line.whole("step"), name, line.text("from"), line.text("to"), line.text("reason"), evidence)
         )
-    return RunLog(where, head.fields("settings").value, rows, tuple(changes))
+    return RunLog(where, head.fields("settings").value, rows, tuple(changes), times)
 
 
 # ---- gradients of trees ----------------------------------------------------------------------------------------------

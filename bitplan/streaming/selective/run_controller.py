@@ -26,6 +26,8 @@ and do not change in a run. Everything begins high. Then
 Measuring leaves no trace: its steps are dropped, gradients and random numbers are put back. So a run in which only the
 changes are made (`replay_run`) has the same losses; times and measurements are evidence in the log, which
 has a line for each change. Decisions are pure functions (`choose_option`, `choose_rows`, `final_queue`).
+A resumed run repeats the steps behind its state to the bit, too: what depends on the hour is times alone, and those
+that the log has of these steps are taken over.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.documents import (
+    FLAG,
     LIST,
     NAME,
     OBJECT,
@@ -55,7 +58,7 @@ from bitplan.base.documents import (
     load_document,
     or_null,
 )
-from bitplan.base.errors import FormatError
+from bitplan.base.errors import FormatError, PlanFileError
 from bitplan.base.logs import JsonLog
 from bitplan.base.records import Closing, write_json
 from bitplan.formats import get_format
@@ -251,6 +254,8 @@ class RunState:
     locked     rows that loss feedback has raised
     queue      (step, row), to be raised in the final part
     records    how many changes the log has
+    timing     the way of running that is being timed, as a `Timing`
+    has_timed  whether the run timed a way itself: `times` may be another run's
     """
 
     low: list[str] = document_key(LIST, factory=list)  # noqa: RUF009
@@ -264,16 +269,24 @@ class RunState:
     probed_at: int | None = document_key(or_null(SIZE), None)
     records: int = document_key(SIZE, 0)
     last_step: int | None = document_key(or_null(SIZE), None)
+    timing: Any = document_key(or_null(OBJECT), None)  # noqa: RUF009
+    has_timed: bool = document_key(FLAG, False)
 
 
 @dataclass
-class _Timing:
-    option: Option
-    first: int  # step
-    began_s: float | None = None
+class Timing:
+    """The parts that are low while a way of running is timed, from step `first` on, and its time once that is known."""
+
+    parts: list[str] = document_key(LIST)  # noqa: RUF009
+    first: int = document_key(SIZE)
+    ms: float | None = document_key(or_null(_WEIGHT), None)
+
+    @property
+    def key(self) -> str:
+        return option_key(frozenset(self.parts))
 
 
-DOCUMENT, VERSION = "bitplan-run-state", 1
+DOCUMENT, VERSION = "bitplan-run-state", 2
 _KEYS = {"document": NAME, "version": SIZE, "settings": OBJECT, "rows": OBJECT, "state": OBJECT}
 
 
@@ -320,8 +333,9 @@ class RunController(Closing):
         self.rows = {row.name: row for row in rows_of(stream, self._layers, settings.wire)}
         for low in (self.rows, ()):  # a wire format that does not fit the model is an error now
             stream.set_formats(self._wire_formats(low))
-        self._has_timed = False
-        self._timing: _Timing | None = None
+        self._began: tuple[int, float] | None = None  # the step and second from which the present way is timed
+        self._resumed_at = 0
+        self._recorded: Mapping[tuple[str, int], float] = {}  # from the log: what was low, and its first step
         self._script: list[RunChange] | None = None
         self._applied: frozenset[str] | None = None
         if path is not None and Path(path).exists() and Path(path).stat().st_size:
@@ -411,10 +425,7 @@ class RunController(Closing):
             self._decide(step)
         state.last_step = step
         self._run_with(frozenset(state.low), step)
-        timing = self._timing
-        if timing is not None and timing.began_s is None and step >= timing.first + self.settings.settle_steps:
-            self.stream.device.finish(self.stream.device.mark())
-            timing.began_s = self._clock()
+        self._begin_timing(step)
 
     def end_step(self) -> None:
         """Close the step of the stream."""
@@ -431,25 +442,19 @@ class RunController(Closing):
 
     def _is_timed(self, step: int) -> bool:
         """Go on with timing; whether it is over."""
-        timing = self._timing
+        timing: Timing | None = self.state.timing
         if timing is not None:
-            steps = step - timing.first - self.settings.settle_steps
-            if timing.began_s is None or steps < self.settings.timing_steps:
+            if step < self._timed_until(timing) or (timing.ms is None and self._began is None):
                 return False
-            self.stream.device.finish(self.stream.device.mark())
-            took, key = round((self._clock() - timing.began_s) * 1e3 / steps, 4), option_key(timing.option)
-            self.state.times[key] = min(took, self.state.times.get(key, took))
-            if key == HIGH and len(self.state.times) > 1:
-                self.state.times[AGAIN] = took
-            self._timing, self._has_timed = None, True
+            self._keep_time(step, timing)
         chosen = self._chosen()
         wanted = chosen.wanted
         if wanted is None:
             # The first steps of a run are slower: what was timed first must not lose by that.
-            if not self._has_timed or not chosen.option or AGAIN in self.state.times:
+            if not self.state.has_timed or not chosen.option or AGAIN in self.state.times:
                 return True
             wanted = frozenset()
-        self._timing = _Timing(wanted, step)
+        self.state.timing, self._began = Timing(sorted(wanted), step), None
         self._note(
             step,
             [
@@ -459,6 +464,42 @@ class RunController(Closing):
             ],
         )
         return False
+
+    def _timed_until(self, timing: Timing) -> int:
+        return timing.first + self.settings.settle_steps + self.settings.timing_steps
+
+    def _begin_timing(self, step: int) -> None:
+        """Start the clock behind the steps that settle; a run that was resumed settles again, within the same steps."""
+        timing: Timing | None = self.state.timing
+        if timing is None or timing.ms is not None or self._began is not None:
+            return
+        settled = max(timing.first, self._resumed_at) + self.settings.settle_steps
+        if step >= min(settled, self._timed_until(timing) - 1):
+            self._began = step, self._now()
+
+    def _end_timing(self, step: int, timing: Timing) -> None:
+        """Stop the clock before `step`, where a whole step was timed."""
+        if self._began is not None and step > self._began[0]:
+            timing.ms = round((self._now() - self._began[1]) * 1e3 / (step - self._began[0]), 4)
+            self._began = None
+
+    def _now(self) -> float:
+        self.stream.device.finish(self.stream.device.mark())
+        return self._clock()
+
+    def _keep_time(self, step: int, timing: Timing) -> None:
+        """Take over how long a step took: what the log says, where an earlier process has timed the same steps."""
+        self._end_timing(step, timing)
+        key, state = timing.key, self.state
+        took = self._recorded.get((key, timing.first), timing.ms)
+        assert took is not None
+        if self._log is not None:
+            line = {"number": state.records, "step": step, "timed": key, "first": timing.first, "ms": took}
+            self._log.write_lines(line)
+        state.times[key] = min(took, state.times.get(key, took))
+        if key == HIGH and len(state.times) > 1:
+            state.times[AGAIN] = took
+        state.timing, state.has_timed = None, True
 
     def _decide(self, step: int) -> None:
         """Measure impacts, choose rows, and look at the loss, where that is due."""
@@ -502,7 +543,7 @@ class RunController(Closing):
     def _raise(self, step: int) -> None:
         """Raise rows to high precision again, as the last part of the schedule has it."""
         state, settings = self.state, self.settings
-        self._timing = None
+        state.timing = None
         if state.queue is None:
             if state.low and step < settings.total_steps - 1:
                 state.measured_at = step
@@ -645,12 +686,20 @@ class RunController(Closing):
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that later decisions depend on, as values that JSON holds exactly; between steps."""
+        """Everything that later decisions depend on, as values that JSON holds exactly; between steps.
+
+        What is being timed counts by the steps until now: what saving takes is no part of it.
+        """
+        if self.state.timing is not None and self.state.last_step is not None:
+            self._end_timing(self.state.last_step + 1, self.state.timing)
         head = {"document": DOCUMENT, "version": VERSION, "settings": asdict(self.settings)}
         return {**head, "rows": self._described(), "state": asdict(self.state)}
 
     def load_state_dict(self, document: Mapping[str, Any], *, where: str = "the state of a run's plan") -> None:
-        """Go on as the saved controller would have; of another model or other settings it is refused."""
+        """Go on as the saved controller would have; of another model or other settings it is refused.
+
+        Times that the log has of steps after the state are taken over, so that the steps are made again as they were.
+        """
         reader = Reader(where, SelectiveFileError)
         reader.require_document(document, DOCUMENT, "state of a run's plan")
         reader.version(document, VERSION)
@@ -665,8 +714,14 @@ class RunController(Closing):
         for name in (*state.low, *state.locked, *state.reasons, *state.impacts):
             if not self._can_be_low(name):
                 reader.stop(f"state names {name!r}, no row that changes")
-        self.state, self._timing, self._applied = state, None, None
+        if state.timing is not None:
+            state.timing = Timing(**reader.fields_of(Timing, "state.timing", state.timing, every=True))
+            if not self._parts.issuperset(state.timing.parts):
+                reader.stop(f"state.timing names {state.timing.parts}, expected parts of {sorted(self._parts)}")
+        self.state, self._applied, self._began = state, None, None
+        self._resumed_at = 0 if state.last_step is None else state.last_step + 1
         if self._old_log is not None:
+            self._recorded = _times_in(self._old_log)
             self._log, self._old_log = self._open_log(self._old_log), None
         if self._log is not None:
             self._log.write_lines({"number": state.records, "resumed_after": state.last_step})
@@ -677,6 +732,14 @@ class RunController(Closing):
 
     def load(self, path: str | Path) -> None:
         self.load_state_dict(load_document(path, SelectiveFileError), where=str(path))
+
+
+def _times_in(path: Path) -> Mapping[tuple[str, int], float]:
+    try:
+        return read_run_log(path).times
+    except PlanFileError as error:  # a log may lose lines, and the run goes on
+        log.warning("bitplan: %s; what it timed after the state is timed anew, and may be decided otherwise", error)
+        return {}
 
 
 # ---- rows ------------------------------------------------------------------------------------------------------------

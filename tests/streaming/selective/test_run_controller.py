@@ -266,6 +266,66 @@ def test_a_resumed_run_goes_on_as_the_first(whole_run, tmp_path):
     assert [one[:4] for one in read_run_log(path).changes] == [one[:4] for one in read_run_log(whole).changes]
 
 
+def saved_at(run: Run, control: RunController, folder: Path) -> None:
+    control.save(folder / "control.json")
+    run.stream.save(folder / "stream.safetensors")
+    torch.save([run.model.head.state_dict(), run.optimizer.state_dict()], folder / "rest.pt")
+
+
+def load_into(run: Run, control: RunController, folder: Path) -> None:
+    run.stream.load(folder / "stream.safetensors")
+    head, optimizer = torch.load(folder / "rest.pt")
+    run.model.head.load_state_dict(head)
+    run.optimizer.load_state_dict(optimizer)
+    control.load(folder / "control.json")
+
+
+# Ways are timed for three steps, of which the first does not count: states without a time, and with that of one step.
+@pytest.mark.parametrize(("at", "is_known"), [(4, False), (5, True), (7, False)])
+def test_a_run_resumed_while_it_times_its_options_repeats_its_losses(tmp_path, at, is_known):
+    clock, slower = Clock(ALL_WIN), Clock(dict.fromkeys(ALL_WIN, -0.3))
+    path = tmp_path / "run.jsonl"
+    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path, clock=clock) as control:
+        run.train(control, range(at), clock)
+        saved_at(run, control, tmp_path)
+        clock.now += 60.0  # saving took its time
+        losses = run.train(control, range(at, STEPS), clock)
+        times = control.times
+    script = read_run_log(path)
+    timing = json.loads((tmp_path / "control.json").read_text())["state"]["timing"]
+    assert (timing["ms"] is not None) == is_known
+    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path, clock=slower) as control:
+        load_into(run, control, tmp_path)
+        assert run.train(control, range(at, STEPS), slower) == losses
+        assert control.times == times
+    assert read_run_log(path).changes == script.changes
+    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, clock=Clock(ALL_WIN)) as control:
+        load_into(run, control, tmp_path)  # without its log it repeats them where it times the same
+        assert run.train(control, range(at, STEPS), control._clock) == losses
+    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, clock=slower) as control:
+        load_into(run, control, tmp_path)  # and not where it times other things
+        assert run.train(control, range(at, STEPS), slower) != losses
+
+
+def test_a_log_that_lost_lines_lets_a_run_go_on(tmp_path, caplog):
+    path = tmp_path / "run.jsonl"
+    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path) as control:
+        run.train(control, range(6))
+        control.save(tmp_path / "control.json")
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:2] + lines[3:]))
+    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path) as control:
+        control.load(tmp_path / "control.json")
+        run.train(control, range(6, 7))
+    assert "is timed anew" in caplog.text
+    with Run("adapters", fp8=False) as run, RunController(run.stream, SETTINGS, probe=run.probe) as control:
+        document = json.loads((tmp_path / "control.json").read_text())
+        document["rows"] = control.state_dict()["rows"]
+        document["state"] |= {"low": [], "reasons": {}}
+        with pytest.raises(SelectiveFileError, match=r"state.timing names \['dgrad'.*expected parts of \['wire'\]"):
+            control.load_state_dict(document)
+
+
 def test_adapters_and_a_clock_that_says_nothing_is_faster():
     clock = Clock({"wire": 0.0, "fprop": -0.1})
     with Run("adapters") as run, RunController(run.stream, SETTINGS, probe=run.probe, clock=clock) as control:
@@ -351,10 +411,10 @@ def test_what_cannot_be_served_is_refused(whole_run, tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     cut = tmp_path / "cut.jsonl"
     cut.write_text("".join(lines[:3] + lines[4:]))
-    with pytest.raises(PlanFileError, match="change 2 is missing, got 3"):
+    with pytest.raises(PlanFileError, match="change 1 is missing, got 2"):
         read_run_log(cut)
     cut.write_text("".join(lines[:3]) + lines[3][:20])
-    assert len(read_run_log(cut).changes) == 2
+    assert len(read_run_log(cut).changes) == 1
     head = json.loads(lines[0])
     cut.write_text(json.dumps(head | {"version": 9}) + "\n")
     with pytest.raises(PlanFileError, match="of version 1"):
