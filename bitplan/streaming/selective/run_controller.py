@@ -655,13 +655,18 @@ class RunController(Closing):
             state.low = [name for name in self.rows if name in low]
             evidence = {key: value for key, value in one.evidence.items() if value is not None}
             state.reasons[one.name] = {"step": step, "reason": one.reason, "evidence": evidence}
-            change = {"step": step, "name": one.name, "from": before, "to": self._format(row), "reason": one.reason}
-            lines.append({"number": state.records, **change, "evidence": evidence})
+            lines.append(self._line(state.records, one.name) | {"from": before})
             state.records += 1
         if lines and self._log is not None:
             self._log.write_lines(*lines)
         if lines and self._script is None:
             log.info("bitplan: step %d: %d rows of the plan change: %s", step, len(lines), lines[0]["reason"])
+
+    def _line(self, number: int, name: str) -> dict[str, Any]:
+        """The log's line of a row's last change, from high."""
+        row, last = self.rows[name], self.state.reasons[name]
+        head = {"number": number, "step": last["step"], "name": name, "from": row.high, "to": self._format(row)}
+        return head | {"reason": last["reason"], "evidence": last["evidence"]}
 
     def _run_with(self, low: frozenset[str], step: int) -> None:
         """Begin the step with these rows low, or begin it anew."""
@@ -718,11 +723,15 @@ class RunController(Closing):
             state.timing = Timing(**reader.fields_of(Timing, "state.timing", state.timing, every=True))
             if not self._parts.issuperset(state.timing.parts):
                 reader.stop(f"state.timing names {state.timing.parts}, expected parts of {sorted(self._parts)}")
-        self.state, self._applied, self._began = state, None, None
+        logged, self.state, self._applied, self._began = self.state.records, state, None, None
         self._resumed_at = 0 if state.last_step is None else state.last_step + 1
         if self._old_log is not None:
             self._recorded = _times_in(self._old_log)
             self._log, self._old_log = self._open_log(self._old_log), None
+        elif logged < state.records:  # a new log: it begins with what is low
+            lines, state.records = [self._line(number, name) for number, name in enumerate(state.low)], len(state.low)
+            if self._log is not None:
+                self._log.write_lines(*lines)
         if self._log is not None:
             self._log.write_lines({"number": state.records, "resumed_after": state.last_step})
 

@@ -299,9 +299,12 @@ def test_a_run_resumed_while_it_times_its_options_repeats_its_losses(tmp_path, a
         assert run.train(control, range(at, STEPS), slower) == losses
         assert control.times == times
     assert read_run_log(path).changes == script.changes
-    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, clock=Clock(ALL_WIN)) as control:
+    anew, same = tmp_path / "anew.jsonl", Clock(ALL_WIN)
+    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=anew, clock=same) as control:
         load_into(run, control, tmp_path)  # without its log it repeats them where it times the same
-        assert run.train(control, range(at, STEPS), control._clock) == losses
+        assert read_plan(anew) == control.plan
+        assert run.train(control, range(at, STEPS), same) == losses
+        assert read_plan(anew) == control.plan
     with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, clock=slower) as control:
         load_into(run, control, tmp_path)  # and not where it times other things
         assert run.train(control, range(at, STEPS), slower) != losses
