@@ -78,7 +78,7 @@ class GrowthRules:
 @dataclass(frozen=True)
 class Grown:
     """A tree whose leaf values are plain Newton steps; all rows, and where those of each leaf lie; of each node its
-    column of bins, and which of them go left.
+    column of bins, and which of them go left. Rows lie in runs that rise: where each ends, and its leaf.
 
     The rows lie in space that the grower's next tree needs.
     """
@@ -89,12 +89,8 @@ class Grown:
     leaf_bounds: Array
     columns: Array
     left_bins: Array
-
-    @cached_property
-    def as_they_lie(self) -> tuple[Array, Array]:
-        """The leaves in the order of their rows, and where each ends; one may be empty in one of several processes."""
-        order = np.lexsort(self.spans.T[::-1])
-        return order, self.spans[order, 1]
+    run_ends: Array
+    run_leaves: Array
 
     @property
     def leaf_rows(self) -> list[Array]:
@@ -314,7 +310,10 @@ class TreeGrower:
             leaf_rows=spans[0],
         )
         entered = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins)
+        run_ends = growth.run_ends()
+        order = np.lexsort(spans[:0:-1])  # as leaves lie; one may be empty in one of several processes
+        run_leaves = order[np.searchsorted(spans[2, order], run_ends)]
+        return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins, run_ends, run_leaves)
 
     def _category_sets(self, columns: Array, left_bins: Array) -> tuple[Array | None, ...]:
         """For each node the array of categories that go left, or None if its feature, in `columns`, is not categorical.

@@ -80,6 +80,13 @@ class Growth:
         """`trees.loops.nodes.take`."""
         return int(queue.take(*self._tables, sharing, for_all, team, done))
 
+    def run_ends(self) -> Array:
+        """Where runs of rows that were not divided end: rows of a leaf that was expanded ahead lie in several."""
+        nodes = self.nodes[: self.counts[queue.MADE]]
+        starts, stops = nodes[:, kernels.START], nodes[:, kernels.STOP]
+        ends: Array = np.sort(stops[(nodes[:, kernels.STATE] != queue.EXPANDED) & (stops > starts)])
+        return ends
+
     def finish(self, node: int) -> None:
         """The node is expanded: its children may be taken, even before it enters the tree."""
         self.take(done=node, team=0)
@@ -93,7 +100,7 @@ NO_NUMBERS = np.empty(0, np.float32)
 ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
 # What threads take to meet, as the time in which one adds so many rows to a feature; of what a thread could add to a
 # node that all expand, the per cent that it does.
-MEETING_NUMBERS, HELP = 15_000, 60
+MEETING_NUMBERS, HELP = 15_000, 30
 SETS = 8  # trees that have helpers at the same time; a ninth one is grown by one thread
 # How often the first thread yields (half a microsecond) until the others are there, and more for a large table: who is
 # late is missed to the end of the tree.

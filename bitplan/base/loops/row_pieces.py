@@ -162,15 +162,15 @@ def threads_for(count: int, row_ns: float) -> int:
     return min(thread_count(), max(int(count * row_ns / HELPER_NS), 1))
 
 
-def piece_rows(count: int, threads: int) -> int:
+def piece_rows(count: int, threads: int, pieces: int = PIECES_A_THREAD) -> int:
     """How many rows a piece has."""
-    return max(-(-count // (threads * PIECES_A_THREAD * STEP)), 1) * STEP
+    return max(-(-count // (threads * pieces * STEP)), 1) * STEP
 
 
-def run(loop: Any, count: int, row_ns: float, *arguments: Any) -> None:
+def run(loop: Any, count: int, row_ns: float, *arguments: Any, pieces: int = PIECES_A_THREAD) -> None:
     """Call a `compiled` loop that returns nothing for all of `count` rows, of which each takes `row_ns`.
 
-    Arguments are as they are, or `Cut`, `First`, `End`.
+    Arguments are as they are, or `Cut`, `First`, `End`. Each thread gets about so many pieces.
     """
     threads = threads_for(count, row_ns)
     if threads == 1:
@@ -181,7 +181,7 @@ def run(loop: Any, count: int, row_ns: float, *arguments: Any) -> None:
         forms = tuple(map(_form_of, arguments))
         _known[key] = _taker(forms), address_of(loop, kinds=tuple(kind for kind, _, _ in forms))
     taker, address = _known[key]
-    job = [0, piece_rows(count, threads), count, address]
+    job = [0, piece_rows(count, threads, pieces), count, address]
     for argument in arguments:
         job += _words(argument)
     words = np.array(job, np.int64)

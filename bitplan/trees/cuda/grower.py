@@ -356,6 +356,9 @@ class CudaTreeGrower(TreeGrower):
         return {"PARTS": self._most_parts, "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
     def _collect(self, rows: int) -> None:
-        """Entries of all leaves to the host, where each node's range has its rows."""
+        """Rows of all leaves to the host, in runs that rise."""
         self.launch_on_leaves(collect_rows)
-        self._entries = self._sides[:rows].cpu().numpy().view(np.uint64)
+        ends = torch.from_numpy(self._growth.run_ends()).to(self._device)
+        run = torch.bucketize(torch.arange(rows, device=self._device), ends, right=True)
+        entries = self._sides[:rows] & 0xFFFFFFFF | run << 32
+        self._entries = entries.sort().values.cpu().numpy().view(np.uint64)

@@ -12,6 +12,7 @@ import numpy as np
 from bitplan.base.loops.atomics import fetch_add
 from bitplan.base.loops.vectors import prefetch
 from bitplan.trees.loops.compiling import compiled, inlined
+from bitplan.trees.loops.rows import first_of
 
 # ---- ranking ---------------------------------------------------------------------------------------------------------
 
@@ -122,25 +123,23 @@ def find_scale(numbers, top, end, most, fewest, far, few, ordered, scale):  # ty
 
 
 @compiled
-def sum_leaves(rows, first, last, ends, grads, hess, per_grad, per_hess, sums):  # type: ignore[no-untyped-def]
+def sum_leaves(rows, first, last, ends, leaves, grads, hess, per_grad, per_hess, sums):  # type: ignore[no-untyped-def]
     """Add float32 gradients and hessians of rows first..last to the sums (gradient, hessian) of their leaves, as
-    multiples of units: no order of rows matters. Leaf after leaf ends at one of `ends`."""
-    leaf = 0
-    while ends[leaf] <= first:
-        leaf += 1
-    while first < last:
-        end = min(ends[leaf], last)
-        grad, weight = np.int64(0), np.int64(0)
-        for i in range(first, end):
-            ahead = rows[U(i + AHEAD if i + AHEAD < last else i)]
+    multiples of units: no order of rows matters. See `rows.add_leaves`; `leaves` are the runs' leaves."""
+    start = np.int64(0)
+    for run in range(ends.size):
+        begin, end = first_of(rows, start, ends[run], first), first_of(rows, start, ends[run], last)
+        grad, weight, start = np.int64(0), np.int64(0), ends[run]
+        for i in range(begin, end):
+            ahead = rows[U(i + AHEAD if i + AHEAD < end else i)]
             prefetch(grads, np.int64(ahead))
             prefetch(hess, np.int64(ahead))
             row = U(rows[U(i)])
             grad += np.int64(np.rint(np.float64(grads[row]) * per_grad))
             weight += np.int64(np.rint(np.float64(hess[row]) * per_hess))
-        fetch_add(sums, 2 * leaf, grad)
-        fetch_add(sums, 2 * leaf + 1, weight)
-        first, leaf = end, leaf + 1
+        if begin < end:
+            fetch_add(sums, 2 * leaves[run], grad)
+            fetch_add(sums, 2 * leaves[run] + 1, weight)
 
 
 @compiled

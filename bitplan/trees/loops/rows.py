@@ -139,17 +139,28 @@ def part_by_panel(entries, start, stop, bins, row_bytes, goes_left, node, spare)
     return np.int64(left) - start
 
 
+@inlined
+def first_of(rows, start, stop, least):  # type: ignore[no-untyped-def]
+    """The first place in start..stop, where rows rise, whose row is `least` or more; `stop` if none is."""
+    while start < stop:
+        middle = (start + stop) >> 1
+        is_below = rows[U(middle)] < least
+        start, stop = (middle + 1, stop) if is_below else (start, middle)
+    return start
+
+
 @compiled
 def add_leaves(scores, rows, first, last, ends, values):  # type: ignore[no-untyped-def]
-    """Add the value of its leaf to each of rows first..last; leaf after leaf ends at one of `ends`."""
-    leaf = 0
-    while ends[leaf] <= first:
-        leaf += 1
-    while first < last:
-        end = min(ends[leaf], last)
-        for i in range(first, end):
-            scores[U(rows[U(i)])] += values[leaf]
-        first, leaf = end, leaf + 1
+    """Add the value of its leaf to the scores first..last.
+
+    `rows` lie run after run, which rise, each of one leaf: where each ends, and the leaf's value.
+    """
+    start = np.int64(0)
+    for run in range(ends.size):
+        stop, value = ends[run], values[run]
+        for i in range(first_of(rows, start, stop, first), first_of(rows, start, stop, last)):
+            scores[U(rows[U(i)])] += value
+        start = stop
 
 
 @compiled

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -23,11 +25,15 @@ def in_pieces(monkeypatch):
 
 
 def test_whole_arrays_with_the_first_row_and_the_end_of_a_piece():
-    scores, rows = np.zeros((ROWS, 2), order="F"), np.arange(ROWS, dtype=np.uint32)[::-1].copy()
-    ends, values = np.array([100, 4000, ROWS]), np.array([1.0, 2.0, 3.0])
+    scores, rows = np.zeros((ROWS, 2), order="F"), np.random.default_rng(0).permutation(ROWS).astype(np.uint32)
+    ends, values = np.array([100, 4000, 4001, ROWS]), np.array([1.0, 2.0, 3.0, 4.0])
+    wanted = np.empty(ROWS)
+    wanted[rows] = np.repeat(values, np.diff([0, *ends]))
+    for start, stop in itertools.pairwise([0, *ends]):
+        rows[start:stop].sort()
     first, end = row_pieces.First(), row_pieces.End()
     row_pieces.run(loops.add_leaves, ROWS, 3.0, scores[:, 1], rows, first, end, ends, values)
-    assert np.array_equal(scores[::-1, 1], np.repeat(values, np.diff([0, *ends])))
+    assert np.array_equal(scores[:, 1], wanted)
     assert not scores[:, 0].any()
 
 
