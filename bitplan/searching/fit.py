@@ -74,6 +74,7 @@ from bitplan.searching.two_memories import (
     USUAL_BITS,
     best_split,
     crossing_first,
+    lookups_of,
     place_goal,
     scale_bytes,
     uniform_formats,
@@ -168,17 +169,18 @@ def joint_evidence(
     probe   what products take while they run, and where the goal has two memories, times: then each format may lie in
             either
     """
-    wide, engine = goal.dtype, goal.engine
+    wide, engine, lookups = goal.dtype, goal.engine, lookups_of(weights)
 
-    def in_memory(fmt: str, cost: FormatCost, group: TensorGroup) -> FormatCost:
+    def in_memory(name: str, fmt: str, cost: FormatCost, group: TensorGroup) -> FormatCost:
         stored = weight_format(fmt)
         if wide is None or not get_format(stored).is_cast:
             shapes = (shape for shape, _ in group.tensors.values())
-            return replace(cost, nbytes=cost.nbytes + scale_bytes(stored, shapes, on_gpu=goal.on_gpu))
+            scales = scale_bytes(stored, shapes, on_gpu=goal.on_gpu and name not in lookups)
+            return replace(cost, nbytes=cost.nbytes + scales)
         return replace(cost, nbytes=group.numbers * ITEM_BYTES[wide])
 
     groups = {
-        name: replace(group, formats={fmt: in_memory(fmt, cost, group) for fmt, cost in group.formats.items()})
+        name: replace(group, formats={fmt: in_memory(name, fmt, cost, group) for fmt, cost in group.formats.items()})
         for name, group in weights.groups.items()
     }
     stays = {

@@ -84,7 +84,7 @@ def with_workspace(joint: SearchEvidence, probe: MemoryProbe) -> SearchEvidence:
     """
     if probe.decoded is None or probe.floor is None:
         return joint
-    tables, lookups = _tables(joint), _lookups(joint)
+    tables, lookups = _tables(joint), lookups_of(joint)
     layers = [_at_once(group) for name, group in joint.groups.items() if name not in tables and is_weight(group)]
     decoded_bytes = {fmt: tuple(costs[:2]) for fmt, costs in probe.decoded.items()}
     counted = decoded_bytes[WIDE][0] + max(layers, default=0) * decoded_bytes[WIDE][1]
@@ -127,14 +127,14 @@ def with_places(
 
     decoded   what decoding a weight takes, as a probe on a GPU has it
     """
-    lookups, groups = _lookups(joint), {}
+    lookups, groups = lookups_of(joint), {}
     for name, group in joint.groups.items():
-        share = _share_read(group, times, goal.batch)
+        share, on_gpu = _share_read(group, times, goal.batch), goal.on_gpu and name not in lookups
         shapes = [shape for shape, _ in group.tensors.values()]
         formats: dict[str, FormatCost] = {}
         for fmt, cost in group.formats.items():
             stored = weight_format(fmt)
-            scales = scale_bytes(stored, shapes, on_gpu=goal.on_gpu) if is_weight(group) else 0
+            scales = scale_bytes(stored, shapes, on_gpu=on_gpu) if is_weight(group) else 0
             file_bytes = cost.nbytes - scales  # what the file has of it: `joint_evidence` counts scales twice
             read = 0.0 if name in lookups or not is_weight(group) else share
             decoding = read * _decoding_us(stored, group, times, decoded)
@@ -160,7 +160,7 @@ def _tables(joint: SearchEvidence) -> list[str]:
     return [name for name, group in joint.groups.items() if any(role == "embed" for _, role in group.tensors.values())]
 
 
-def _lookups(joint: SearchEvidence) -> set[str]:
+def lookups_of(joint: SearchEvidence) -> set[str]:
     """Tables of which a token reads a row: embeddings, where the head is another tensor."""
     tables = [
         name for name, group in joint.groups.items() if any(role == "embed" for _, role in group.tensors.values())

@@ -12,7 +12,7 @@ import torch
 import bitplan
 from bitplan.searching import memory_probe
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, in_host, is_in_host, weight_format
-from bitplan.searching.fit import FitGoal, plan_fit
+from bitplan.searching.fit import FitGoal, joint_evidence, plan_fit
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError
 from bitplan.searching.memory_probe import (
     MemoryProbe,
@@ -24,7 +24,14 @@ from bitplan.searching.memory_probe import (
     _small_model,
 )
 from bitplan.searching.solver import solve
-from bitplan.searching.two_memories import best_split, crossing_first, place_goal, with_places, with_workspace
+from bitplan.searching.two_memories import (
+    best_split,
+    crossing_first,
+    place_goal,
+    scale_bytes,
+    with_places,
+    with_workspace,
+)
 from tests.searching.test_fit import CONTEXT, FORMATS, MEMORY, RESERVED, tiny_llama, tokens
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
@@ -71,6 +78,18 @@ def test_an_embedding_waits_in_the_host_for_nothing_and_a_head_does_not():
     assert times == {"model.embed_tokens": 0.0, "lm_head": pytest.approx(2.0 + NUMBERS / 2 / 50)}
     assert "bfloat16@host" not in placed.groups["lm_head"].formats
     assert placed.groups["lm_head"].formats["int8_row"].us[1] == pytest.approx(NUMBERS / 4000)
+
+
+def test_of_scales_in_a_kernels_order_an_embedding_has_none():
+    evidence, goal = drawn(1), FitGoal(NUMBERS, 64, device="cuda", ram=NUMBERS)
+    kv = SearchEvidence("drawn", 0, {}, {"windows": {}}, {}, {}, 0)
+    joint = joint_evidence(evidence, kv, goal, 0, MemoryProbe(64, 1, "cuda", 0, TIMES))
+    scales = scale_bytes("mxfp4", [(64, 64)], on_gpu=True)
+    assert scales > 0
+    for name, of_it in (("model.embed_tokens", 0), ("lm_head", scales), ("model.layers.0.mlp.down_proj", scales)):
+        costs = joint.groups[name].formats
+        assert (costs["mxfp4"].nbytes, costs["mxfp4@host"].nbytes) == (NUMBERS // 2 + of_it, of_it)
+        assert costs["mxfp4@host"].host == NUMBERS // 2
 
 
 def test_less_damage_in_the_same_time_or_less_time_with_the_same_damage_than_one_format_for_all():
