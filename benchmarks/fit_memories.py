@@ -203,6 +203,8 @@ def measure(config: Any, choice: Mapping[str, str], weights: SearchEvidence, giv
         built = time.perf_counter()
         piece = min(PIECE_TOKENS, given.context // 2)
         cache = _filled(model, given.batch, given.context - piece - 40, device)
+        ids = torch.zeros(given.batch, 1, dtype=torch.int64, device=device)
+        model(input_ids=ids, past_key_values=cache, use_cache=True)  # makes what tokens read beside weights
         gc.collect()
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
