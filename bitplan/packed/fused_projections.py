@@ -34,6 +34,7 @@ from torch.compiler import is_dynamo_compiling
 from bitplan.base.errors import PlanError
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import has_decoder
+from bitplan.packed.bound_calls import QUICK, QuickCall, is_plain_float32, like, quick_call
 from bitplan.packed.packed_weight import PackedWeight, join_waiting
 from bitplan.packed.product_strategy import INPUTS, input_type
 from bitplan.packed.products.fused import FusedMatmul, Prepared, fused_for
@@ -125,11 +126,14 @@ class JointProjection:
         self.layers, self.name = list(layers), name
         for index, layer in enumerate(layers):
             layer.joint, layer.joint_at = self, index
+            layer._bound.pop(QUICK, None)
         self._shared = SharedProduct([layer.out_features for layer in layers])
         self._joining = threading.Lock()
+        self._has_quick = False
         self._begin()
 
     def _begin(self) -> None:
+        self._forget_quick()
         self.layer: JointLinear | None = None
         self._was_refused = False
         self._runs: dict[Any, bool] = {}
@@ -178,13 +182,46 @@ class JointProjection:
             return self._run_joined(x) if self._settle_for(x) else None
         if self._unclaimed >= MOST_UNCLAIMED:
             self._shared.clear()
+            self._forget_quick()
             return None
-        y = None if self.layer is None else self.layer.bound_product(x)
+        joined = self.layer
+        bound = None if joined is None else joined.bound_for(x)
+        y = None if joined is None or bound is None else bound.run(x, joined)
         if y is None and not self._runs_for(x):  # so many rows run apart: nothing is left unclaimed
             return None
         if self._shared.is_waiting or layer.joint_at:  # others did not fetch their parts, or came before
             self._unclaimed += 1
-        return self._run_joined(x) if y is None else y
+        if bound is None or y is None:
+            return self._run_joined(x)
+        self._keep_quick(bound.product if is_plain_float32(x) else None, x)
+        return y
+
+    def _keep_quick(self, whole: QuickCall | None, x: Tensor) -> None:
+        """Let all layers give their parts of the whole product by quick calls, for inputs like this one."""
+        self._forget_quick()
+        if whole is not None:
+            fits, self._has_quick = like(x), True
+            for index, layer in enumerate(self.layers):
+                layer._bound[QUICK] = quick_call(layer, fits, self._quick_part(index, whole, x))
+
+    def _quick_part(self, index: int, whole: QuickCall, like_x: Tensor) -> QuickCall:
+        """The part of one layer of inputs like this one: the first layer computes all, the others take theirs."""
+        shared, counts, dtype = self._shared, not like_x.is_inference(), like_x.dtype
+
+        def part(x: Tensor) -> Tensor | None:
+            state = x._version if counts else 0, dtype
+            if shared.is_waiting:
+                return shared.part(index, x, state)
+            y = whole(x) if index == 0 else None
+            return None if y is None else shared.hand_out(0, y, x, state, is_traced=False)
+
+        return part
+
+    def _forget_quick(self) -> None:
+        if self._has_quick:
+            self._has_quick = False
+            for layer in self.layers:
+                layer._bound.pop(QUICK, None)
 
     def _run_joined(self, x: Tensor) -> Tensor | None:
         layer = self.layer
@@ -262,6 +299,7 @@ class JointProjection:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._joining = threading.Lock()
+        self._has_quick = False
         self._begin()
 
 

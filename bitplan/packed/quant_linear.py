@@ -8,10 +8,11 @@ gradients pass through it to earlier layers (`operators.linear`).
 eager, decode and tile_cache give F.linear on decoded weights, computed in float32 on a CPU and rounded once to the
 input's type; for fused, `packed.products` states the error bound. Autocast casts the input as it does for F.linear.
 
-A call takes one of three paths, which give the same numbers:
+A call takes one of four paths, which give the same numbers:
 
 | path | when | what it costs the host |
 |---|---|---|
+| quick | no gradient, on a CPU, an input like the last in all but its numbers | two comparisons (`bound_calls`) |
 | bound | no gradient, the same shape as a call before; decoded on a GPU about as many rows | launches, comparisons |
 | direct | no gradient | choosing, once for every power of two of rows |
 | operator | gradients, autocast, torch.compile, torch.export, other kinds of tensors | torch's dispatch as well |
@@ -30,7 +31,6 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, is_grad_enabled, nn
-from torch.autograd import forward_ad
 from torch.compiler import is_dynamo_compiling
 from torch.nn.functional import linear
 
@@ -38,6 +38,7 @@ from bitplan.formats import Encoded
 from bitplan.formats.dispatch import bind_with_numbers, decode, encode, rounded
 from bitplan.formats.format import Format
 from bitplan.formats.input_formats import input_format
+from bitplan.packed.bound_calls import PLAIN, QUICK, BoundCall, bound_call, learns, modes
 from bitplan.packed.crossover import MOST_FUSED_ROWS, ROW_COUNTS, Pick, bucket_of, compile_together, crossovers_of
 from bitplan.packed.linear_operator import GraphWeight, Matrix, multiply, remember
 from bitplan.packed.packed_weight import PackedWeight
@@ -112,7 +113,8 @@ class QuantLinear(nn.Module):
         self.joint: Any = None  # a JointProjection, where the layer runs together with others
         self.joint_at = 0
         self._picks: dict[Any, Pick] = {}
-        self._bound: dict[Any, _BoundCall] = {}  # by shape and type; decoded products by bits of the row count and type
+        # By shape and type; decoded products by bits of the row count and type. And under QUICK the one for the last.
+        self._bound: dict[Any, Any] = {}
         self._strategy, self._cache, self._inputs = check_strategy(strategy, name), cache, input_format(inputs, name)
         self.last_pick: Pick | None = None
 
@@ -203,36 +205,46 @@ class QuantLinear(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
+        if not is_dynamo_compiling():
+            quick = self._bound.get(QUICK)
+            y: Tensor | None = None if quick is None else quick(x)
+            if y is not None:
+                return y
         if type(x) is not Tensor or x.layout is not _STRIDED:
             check_tensor(x, self.name)
         if self.joint is not None:
-            y: Tensor | None = self.joint.part(self, x)
+            y = self.joint.part(self, x)
             if y is not None:
                 return y
         if is_dynamo_compiling() or torch.compiler._is_compiling_flag:  # is_compiling() is two Python calls
             return self._in_graph(x)
-        bound = self._bound.get((x.shape, x.dtype))
-        y = self.bound_product(x) if bound is None else bound(x, self)
-        return self._forward(x) if y is None else y
+        bound = self._bound.get((x.shape, x.dtype)) or self.bound_for(x)
+        y = None if bound is None else bound.run(x, self)
+        if bound is None or y is None:
+            return self._forward(x)
+        if bound.product is not None and self.joint is None:
+            self._bound[QUICK] = bound.quick_for(self, x)
+        return y
 
-    def bound_product(self, x: Tensor) -> Tensor | None:
-        """The product by the path that costs the host least; None where that path is not prepared for this call."""
+    def bound_for(self, x: Tensor) -> BoundCall | None:
+        """The bound call of such inputs; None where none is prepared."""
         calls, key = self._bound, (x.shape, x.dtype)
         bound = calls.get(key)
         if bound is None and calls and x.shape[-1:] == (self.in_features,):
             bound = calls.get(((x.numel() // self.in_features - 1).bit_length(), x.dtype))
             if bound is not None and len(calls) < _PICKS_KEPT:
                 calls[key] = bound  # the next input of this shape is found at once
-        return None if bound is None else bound(x, self)
+        return bound
 
     def _forward(self, x: Tensor) -> Tensor:
         self._check_input(x)
         refuse_transforms(self.name)
+        self._bound.pop(QUICK, None)  # a quick call does not say how it ran
         dtype = input_type(x)
         flat = _flat(x.to(dtype))
         self.last_pick = picked = self._pick(flat.shape[0], dtype)
         matrix = self._matrix(picked, dtype)
-        if _is_plain(x) and not (is_grad_enabled() and (x.requires_grad or _learns(self.bias))):
+        if _is_plain(x) and not (is_grad_enabled() and (x.requires_grad or learns(self.bias))):
             y = multiply(flat, self.bias, matrix, ProductWay(picked.strategy, picked.launch, self._inputs))
             if dtype == x.dtype:
                 self._bind(x, matrix.prepared, picked)
@@ -393,7 +405,7 @@ class QuantLinear(nn.Module):
             if len(self._bound) >= _PICKS_KEPT:
                 self._bound.clear()
             shape = (*x.shape[:-1], self.out_features)
-            self._bound[key] = _bound_call(bound, shape, self, picked)
+            self._bound[key] = bound_call(bound, shape, self, picked)
 
     def bind_product(self, x: Tensor) -> Bound:
         """The product for inputs of this shape [rows, inputs]: nothing is checked, so the layer must stay as it is."""
@@ -469,50 +481,6 @@ def _bound_fp8(weight: Encoded, _dtype: torch.dtype, bias: Tensor | None, _input
     return lambda x, _shape: fp8_linear(x, weight, bias)
 
 
-def _bound_call(call: Bound, shape: tuple[int, ...], layer: QuantLinear, picked: Pick) -> _BoundCall:
-    """A call in which everything but the input is fixed; valid as long as the layer does not change.
-
-    It gives None where the layer or the mode has changed: the call takes another path, and is bound anew.
-    """
-    weight, bias = layer.weight, layer.bias
-    changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
-    present = tuple((name, part) for name, part in buffers.items() if part is not None)
-    # A decoder reads the bytes as they are now; what a fused kernel reads beside them was made of earlier ones.
-    # Whether numbers fit FP8 was seen in earlier ones.
-    is_of_earlier = picked.strategy in ("fused", "fp8")
-    counted = tuple((part, part._version) for _, part in present if is_of_earlier and not part.is_inference())
-    index, on_cpu = weight.encoded.data.get_device(), weight.device.type == "cpu"
-
-    def run(x: Tensor, layer: QuantLinear) -> Tensor | None:
-        if layer._modules["weight"] is not weight or weight._changes != changes:
-            return None
-        for name, part in present:
-            if buffers[name] is not part:
-                return None
-        for part, version in counted:
-            if part._version != version:
-                return None
-        if layer._parameters["bias"] is not bias or (bias is not None and bias.data_ptr() != address):
-            return None
-        # Comparing devices is slow, and so is asking for one device's autocast.
-        is_elsewhere = not x.is_cpu if on_cpu else x.get_device() != index or not x.is_cuda
-        if is_elsewhere or type(x) not in _PLAIN or _modes() or _is_any_autocast():
-            return None
-        if forward_ad._current_level >= 0 or _transform() is not None:  # as `is_transformed`
-            return None
-        if is_grad_enabled() and (x.requires_grad or _learns(bias)):
-            return None
-        y = call(x, shape)
-        if layer.last_pick is not picked:  # a module's attributes are slow to write
-            layer.last_pick = picked
-        return y
-
-    return run
-
-
-_BoundCall = Callable[[Tensor, QuantLinear], Tensor | None]
-
-
 def _teach_compiler() -> bool:
     """Load what generated code does for rounded inputs: the compiler must know it before it begins."""
     importlib.import_module("bitplan.packed.inductor_lowering")
@@ -528,17 +496,7 @@ def _flat(x: Tensor) -> Tensor:
 
 def _is_plain(x: Tensor) -> bool:
     """Whether no tensor subclass, dispatch mode or transform of torch.func must see the call."""
-    return type(x) in _PLAIN and not _modes() and not is_transformed()
-
-
-_PLAIN = (Tensor, nn.Parameter)
-_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-_is_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-_transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
-
-
-def _learns(bias: Tensor | None) -> bool:
-    return bias is not None and bias.requires_grad
+    return type(x) in PLAIN and not modes() and not is_transformed()
 
 
 # ---- first calls, made at once ---------------------------------------------------------------------------------------

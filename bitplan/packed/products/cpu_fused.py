@@ -314,14 +314,16 @@ def _float32_call(product: Into) -> Call:
     """The product of inputs of any type: computed in float32, the result in their type."""
     empty, float32 = torch.empty, torch.float32
 
-    def call(x: Tensor, shape: Sequence[int]) -> Tensor:
+    def compute(x: Tensor, shape: Sequence[int]) -> Tensor:
         dtype = x.dtype
         wide = x if dtype is float32 and x.is_contiguous() else x.detach().to(float32).contiguous()
         y = empty(shape, dtype=float32)
         product(wide.data_ptr(), y.data_ptr())
         return y if dtype is float32 else y.to(dtype)
 
-    return call
+    call: Any = compute
+    call.into = product  # for callers that know their input to be float32 and contiguous
+    return call  # type: ignore[no-any-return]
 
 
 def _takes_torch(weight: Encoded, dtype: torch.dtype) -> bool:
