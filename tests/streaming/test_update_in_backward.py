@@ -81,8 +81,30 @@ def test_behind_the_last_backward_only_its_last_weights_are_left_to_step(alone, 
         model.layers[0].norm.register_forward_hook(lambda _module, _inputs, output: output.register_hook(look) and None)
         run_step(model, stream, 0, torch.bfloat16)
         stream.synchronize()
-        assert sorted(set(stepped) - {"up.bias"}) == early
+        assert sorted(set(stepped)) == early
         assert {one.steps for one in stream.training.trained().values()} == {1}
+
+
+@pytest.mark.parametrize("options", [EARLY, OPTIONS])
+def test_small_weights_of_a_block_are_stepped_in_one_call(options, monkeypatch):
+    calls, step = [], torch._fused_adamw_
+    monkeypatch.setattr(
+        torch,
+        "_fused_adamw_",
+        lambda weights, *rest, **given: (calls.append(len(weights)), step(weights, *rest, **given)),
+    )
+    model = make_stack(adapters=False, dtype=torch.bfloat16)
+    numbers = [one.numel() for one in model.layers[0].parameters()]
+    with opened(model, options) as stream:
+        stream.training._scratch = torch.empty(sum(numbers))
+        run_step(model, stream, 0, torch.bfloat16)
+        stream.synchronize()
+        assert calls == [len(numbers)] * COUNT
+        stream.training._scratch = torch.empty(max(numbers))  # too little for all of them
+        run_step(model, stream, 1, torch.bfloat16)
+        stream.synchronize()
+    assert sum(calls) == 2 * COUNT * len(numbers)
+    assert max(calls[COUNT:]) < len(numbers)
 
 
 def test_a_block_that_computes_twice_is_stepped_when_the_step_ends():

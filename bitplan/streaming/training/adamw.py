@@ -113,31 +113,40 @@ def step_by_torch(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> 
 
     It takes as many numbers at a time as the scratch has, where a gradient in another type is widened.
     """
-    master, gradient, first, second, sent = tensors
-    count = torch.tensor(float(rates.step))
-    flat = (master, gradient, first, second) if sent is None else (master, gradient, first, second, sent)
-    for weights, part, mean, square, *copies in pieces(flat, len(scratch)):
-        if part.dtype != torch.float32 or rates.factor != 1.0:
-            part = scratch[: len(part)].copy_(part)
-        if rates.factor != 1.0:
-            part.mul_(rates.factor)
-        torch._fused_adamw_(
-            [weights],
-            [part],
-            [mean],
-            [square],
-            [],
-            [count],
-            lr=rates.lr,
-            beta1=rates.betas[0],
-            beta2=rates.betas[1],
-            weight_decay=rates.weight_decay,
-            eps=rates.eps,
-            amsgrad=False,
-            maximize=False,
-        )
-        for copied in copies:
-            copied.copy_(weights)
+    for part in pieces([one for one in tensors if one is not None], len(scratch)):
+        step_together([AdamWTensors(*part)], [rates], scratch)
+
+
+def step_together(tensors: Sequence[AdamWTensors], rates: Sequence[AdamWRates], scratch: Tensor) -> None:
+    """Do what `step_by_torch` does, in one call for flat tensors whose rates differ in `step` alone; the scratch has as
+    many numbers as all of them.
+    """
+    first, gradients = rates[0], [one.gradient for one in tensors]
+    if first.factor != 1.0 or any(one.dtype != torch.float32 for one in gradients):
+        sizes = [len(one) for one in gradients]
+        wide = list(scratch[: sum(sizes)].split(sizes))
+        torch._foreach_copy_(wide, gradients)
+        gradients = wide
+        if first.factor != 1.0:
+            scratch[: sum(sizes)].mul_(first.factor)
+    torch._fused_adamw_(
+        [one.master for one in tensors],
+        gradients,
+        [one.first for one in tensors],
+        [one.second for one in tensors],
+        [],
+        [torch.tensor(float(one.step)) for one in rates],
+        lr=first.lr,
+        beta1=first.betas[0],
+        beta2=first.betas[1],
+        weight_decay=first.weight_decay,
+        eps=first.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+    sent = [(one.sent, one.master) for one in tensors if one.sent is not None]
+    if sent:
+        torch._foreach_copy_([copy for copy, _ in sent], [master for _, master in sent])
 
 
 def pieces(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:

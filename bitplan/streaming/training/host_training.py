@@ -49,7 +49,7 @@ from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw import AdamWSettings, pieces, setting
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings
 from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
-from bitplan.streaming.training.trained_weight import MASTER, TrainedWeight, prepare_adamw
+from bitplan.streaming.training.trained_weight import MASTER, DueStep, TrainedWeight, prepare_adamw, step_weights
 from bitplan.streaming.transfer.copies import FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import exact_buffer
@@ -161,13 +161,13 @@ class GradientMemory:
 class EarlyBlock:
     """A block whose weights are stepped within the backward.
 
-    Weights are handed to the optimizer's thread as their gradients come, small ones with the next large one.
+    Weights are handed to the optimizer's thread as their gradients come, small ones with the block's last.
     """
 
     unstepped: int  # weights; counted by the optimizer's thread
     missing: int  # gradients that are still to come
     seen: set[str] = field(default_factory=set)  # weights whose gradients have come
-    waiting: list[str] = field(default_factory=list)  # those of them that are not handed over
+    waiting: list[str] = field(default_factory=list)  # small ones of them, which are not handed over
     is_changing: bool = False  # some were, so the bytes on the host may change at any time
 
 
@@ -465,8 +465,8 @@ class HostTraining:
         return early is not None and early.is_changing
 
     def _count(self, block: str, name: str, gradients: StepGradients, what: str) -> Callable[[], None] | None:
-        """In backward: count a gradient that is on its way. The call that lets its weight, and small ones before it, be
-        stepped, when it is there; None: not yet.
+        """In backward: count a gradient that is on its way. The call that lets its weight be stepped, when it is there,
+        and small ones with the block's last; None: not yet.
         """
         if gradients.update is None:
             gradients.update = self._new_update(gradients)
@@ -479,10 +479,13 @@ class HostTraining:
         early = gradients.early[block]
         early.missing -= 1
         early.seen.add(name)
-        early.waiting.append(name)
-        if early.missing and math.prod(self.weight(block, name).shape) < STEPPED_ALONE:
+        is_small = math.prod(self.weight(block, name).shape) < STEPPED_ALONE
+        if is_small:
+            early.waiting.append(name)
+        names = [*([] if is_small else [name]), *([] if early.missing else early.waiting)]
+        if not names:
             return None
-        names, early.waiting, early.is_changing = early.waiting, [], True
+        early.is_changing = True
         flags, update = self._finite.send(gradients.step), gradients.update
 
         def hand_over() -> None:
@@ -776,12 +779,10 @@ class HostTraining:
         sums, sent = update.gradients.sums, {} if self.is_sharded else self.buffers_to_send(block)
         keys = [key for key in ((block, name) for name in names) if key in sums and key not in update.weights]
         update.begun.add(block)
-        for key in keys:
-            buffer = sent.get(key[1])
-            self.weight(*key).step(sums[key], update.settings[key], self._scratch, buffer, update.gradients.factor)
-            update.weights.add(key)
-            if buffer is not None:
-                update.sent.add(key)
+        due = [DueStep(self.weight(*key), sums[key], update.settings[key], sent.get(key[1])) for key in keys]
+        step_weights(due, self._scratch, update.gradients.factor)
+        update.weights.update(keys)
+        update.sent.update(key for key in keys if key[1] in sent)
         if self.processes is not None and self._shards:
             weights = [self.weight(*key) for key in keys]
             self.processes.gather([one.shared for one in weights if one.owner is None])

@@ -20,7 +20,7 @@ import functools
 import importlib.util
 import logging
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from bitplan.formats.dispatch import SMALLEST_FOR_CPU, Picked
 from bitplan.streaming.find_blocks import StreamedParameter
 from bitplan.streaming.training.adamw import (
     AdamWRates,
+    AdamWSettings,
     AdamWTensors,
     SmallMoments,
     SmallTensors,
@@ -37,6 +38,7 @@ from bitplan.streaming.training.adamw import (
     split_master,
     step_by_torch,
     step_small_by_torch,
+    step_together,
 )
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings, step_alone
 from bitplan.streaming.training.processes import Processes
@@ -98,6 +100,42 @@ def loop_choice() -> Picked:
         _log.warning("AdamW on the host: %s; torch's own is used, which takes about twice the time", differs)
         return Picked("torch", differs)
     return Picked("numba", "one pass of the host's memory, with torch's bits")
+
+
+class DueStep(NamedTuple):
+    """A weight that is to be stepped, and the memory that gets its new numbers."""
+
+    weight: TrainedWeight
+    gradient: Tensor
+    settings: Settings
+    sent: Tensor | None
+
+
+def step_weights(due: Iterable[DueStep], scratch: Tensor, factor: float) -> None:
+    """Step weights by their gradients, times `factor`; small ones of the same settings in one call, to the same bits.
+
+    scratch  float32, of any size; as many numbers are stepped in one call
+    """
+    together: dict[Settings, list[tuple[TrainedWeight, AdamWTensors, AdamWRates]]] = {}
+    for weight, gradient, settings, sent in due:
+        tensors = weight.small_tensors(gradient, settings, sent)
+        if tensors is None or not isinstance(settings, AdamWSettings) or gradient.numel() > len(scratch):
+            weight.step(gradient, settings, scratch, sent, factor)
+            continue
+        small = together.setdefault(settings, [])
+        if sum(len(one.gradient) for _, one, _ in small) + gradient.numel() > len(scratch):
+            _step_small_weights(small, scratch)
+        small.append((weight, tensors, weight.rates(settings, factor)))
+    for small in together.values():
+        _step_small_weights(small, scratch)
+
+
+def _step_small_weights(small: list[tuple[TrainedWeight, AdamWTensors, AdamWRates]], scratch: Tensor) -> None:
+    weights, tensors, rates = zip(*small, strict=True)
+    step_together(tensors, rates, scratch)
+    for weight in weights:
+        weight.note_step()
+    small.clear()
 
 
 class TrainedWeight:
@@ -247,8 +285,28 @@ class TrainedWeight:
             if sent is not None:
                 sent.view(-1).copy_(self._numbers)
         elif part.numel():
-            rates = AdamWRates(settings.lr, settings.betas, settings.eps, settings.weight_decay, self.steps + 1, factor)
-            self._step_by_adamw(part, rates, scratch, sent)
+            self._step_by_adamw(part, self.rates(settings, factor), scratch, sent)
+        self.note_step()
+
+    def rates(self, settings: AdamWSettings, factor: float) -> AdamWRates:
+        """The rates of the next step."""
+        return AdamWRates(settings.lr, settings.betas, settings.eps, settings.weight_decay, self.steps + 1, factor)
+
+    def small_tensors(self, gradient: Tensor, settings: Settings, sent: Tensor | None) -> AdamWTensors | None:
+        """What AdamW steps, flat, if that is so little that a call of torch takes longer than its work; else None."""
+        is_small = isinstance(settings, AdamWSettings) and 0 < gradient.numel() < SMALLEST_FOR_CPU
+        if not is_small or self._processes is not None:
+            return None
+        self.make_states()
+        return None if isinstance(self._states, SmallMoments) else self._tensors(gradient.view(-1), sent)
+
+    def _tensors(self, gradient: Tensor, sent: Tensor | None) -> AdamWTensors:
+        assert self._states is not None
+        assert not isinstance(self._states, SmallMoments)
+        return AdamWTensors(self._numbers, gradient, *self._states, None if sent is None else sent.view(-1))
+
+    def note_step(self) -> None:
+        """Count a step that was done; what is sent from the Parameter gets it."""
         if self._processes is not None and self._master is not None and not self._is_parameter:
             self._slice(self._parameter).copy_(self._master)
         self.steps += 1
@@ -256,9 +314,7 @@ class TrainedWeight:
     def _step_by_adamw(self, gradient: Tensor, rates: AdamWRates, scratch: Tensor, sent: Tensor | None) -> None:
         self.make_states()
         if not isinstance(self._states, SmallMoments):
-            assert self._states is not None
-            flat = None if sent is None else sent.view(-1)
-            step_adamw(AdamWTensors(self._numbers, gradient, *self._states, flat), rates, scratch)
+            step_adamw(self._tensors(gradient, sent), rates, scratch)
             return
         numbers = self._numbers if self._remainder is None else self._slice(self._parameter)
         is_whole = self._processes is None or self.owner is not None

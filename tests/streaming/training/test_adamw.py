@@ -16,6 +16,7 @@ from bitplan.streaming.training.adamw import (
     split_master,
     step_by_torch,
     step_small_by_torch,
+    step_together,
 )
 from bitplan.streaming.training.trained_weight import explain_adamw, step_adamw
 
@@ -116,6 +117,22 @@ def test_numbers_that_are_not_finite_stay_so():
     adamw_loop.step_by_loop(mine, rates)
     step_by_torch(torchs, rates, torch.empty(64))
     torch.testing.assert_close(mine, torchs, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_weights_that_are_stepped_together_have_the_bits_of_each(factor):
+    counts, types = (1, 17, 1040, 4099, 65_535), (torch.float32, torch.bfloat16, torch.float16)
+    mine = [
+        tensors_of(count, types[at % 3], (torch.bfloat16, None)[at % 2], seed=at) for at, count in enumerate(counts)
+    ]
+    torchs = [copied(one) for one in mine]
+    for number in range(1, 4):
+        rates = [AdamWRates(1e-2, (0.9, 0.999), 1e-8, 0.1, number + at, factor) for at in range(len(mine))]
+        step_together(mine, rates, torch.empty(sum(counts)))
+        for one, of_one in zip(torchs, rates, strict=True):
+            step_by_torch(one, of_one, torch.empty(65_535))
+    for one, other in zip(mine, torchs, strict=True):
+        assert_same_bits(one, other)
 
 
 @pytest.mark.parametrize(
