@@ -310,10 +310,7 @@ class TreeGrower:
             leaf_rows=spans[0],
         )
         entered = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        run_ends = growth.run_ends()
-        order = np.lexsort(spans[:0:-1])  # as leaves lie; one may be empty in one of several processes
-        run_leaves = order[np.searchsorted(spans[2, order], run_ends)]
-        return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins, run_ends, run_leaves)
+        return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins, *growth.runs())
 
     def _category_sets(self, columns: Array, left_bins: Array) -> tuple[Array | None, ...]:
         """For each node the array of categories that go left, or None if its feature, in `columns`, is not categorical.

@@ -80,12 +80,11 @@ class Growth:
         """`trees.loops.nodes.take`."""
         return int(queue.take(*self._tables, sharing, for_all, team, done))
 
-    def run_ends(self) -> Array:
-        """Where runs of rows that were not divided end: rows of a leaf that was expanded ahead lie in several."""
-        nodes = self.nodes[: self.counts[queue.MADE]]
-        starts, stops = nodes[:, kernels.START], nodes[:, kernels.STOP]
-        ends: Array = np.sort(stops[(nodes[:, kernels.STATE] != queue.EXPANDED) & (stops > starts)])
-        return ends
+    def runs(self) -> Array:
+        """Where runs of rows that were not divided end, and their leaves: (2, runs)."""
+        runs = np.empty((4, len(self.nodes)), np.int64)
+        count = queue.find_runs(self.nodes, self.leaves, int(self.counts[queue.LEAVES]), runs, runs[2:])
+        return runs[:2, :count]
 
     def finish(self, node: int) -> None:
         """The node is expanded: its children may be taken, even before it enters the tree."""

@@ -358,7 +358,7 @@ class CudaTreeGrower(TreeGrower):
     def _collect(self, rows: int) -> None:
         """Rows of all leaves to the host, in runs that rise."""
         self.launch_on_leaves(collect_rows)
-        ends = torch.from_numpy(self._growth.run_ends()).to(self._device)
+        ends = torch.from_numpy(self._growth.runs()[0]).to(self._device)
         run = torch.bucketize(torch.arange(rows, device=self._device), ends, right=True)
         entries = self._sides[:rows] & 0xFFFFFFFF | run << 32
         self._entries = entries.sort().values.cpu().numpy().view(np.uint64)

@@ -218,6 +218,34 @@ def divide(  # type: ignore[no-untyped-def]
 
 
 @compiled
+def find_runs(nodes, leaves, count, runs, places):  # type: ignore[no-untyped-def]
+    """Where runs of rows end that were not divided, and the leaf of each, into `runs`; returns how many there are.
+
+    Rows of a leaf that was expanded ahead lie in several. `places` are of two numbers for each node.
+    """
+    leaf_of, waiting = places[0], places[1]
+    for node in range(nodes.shape[0]):
+        leaf_of[node] = -1
+    for leaf in range(count):
+        leaf_of[leaves[leaf, NODE]] = leaf
+    found, depth = np.int64(0), np.int64(1)
+    waiting[0] = 0
+    while depth > 0:  # left children first, for so do rows lie
+        depth -= 1
+        node = waiting[depth]
+        if nodes[node, STATE] == EXPANDED:
+            for side in range(2):
+                child = nodes[node, CHILD] + 1 - side
+                leaf_of[child] = leaf_of[node] if leaf_of[node] >= 0 else leaf_of[child]
+                waiting[depth] = child
+                depth += 1
+        elif nodes[node, STOP] > nodes[node, START]:
+            runs[0, found], runs[1, found] = nodes[node, STOP], leaf_of[node]
+            found += 1
+    return found
+
+
+@compiled
 def lay_out(  # type: ignore[no-untyped-def]
     nodes,
     reals,

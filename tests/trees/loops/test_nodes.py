@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bitplan.trees.loops import nodes as kernels
-from bitplan.trees.loops.split import CHILD, DEPTH, GAIN, STATE, STOP
+from bitplan.trees.loops.split import CHILD, DEPTH, GAIN, START, STATE, STOP
 from bitplan.trees.thread_workspace import Growth
 
 NOT_TOGETHER = (100, 0, 1)  # where all threads are slower than one; nodes of 100 rows are theirs all the same
@@ -161,3 +161,24 @@ def test_a_node_below_one_of_little_gain_is_hopeless_however_large_its_own_gain_
     assert queue.counts[kernels.DROPPED] == 0
     assert queue.reals[queue.next(), GAIN] == 3.0
     assert queue.next() == kernels.WAIT
+
+
+def test_runs_lie_as_rows_do_and_have_the_leaf_above_them():
+    queue = Queue(3)
+    queue.expand(queue.next(), [5.0, 4.0])
+    queue.nodes[0, STOP] = 30
+    first, second = queue.next(done=0), queue.take(NOT_TOGETHER)
+    assert second == kernels.WAIT
+    queue.expand(first, [0.5, 0.0])
+    assert queue.next(done=first) == kernels.COMPLETE  # three leaves: the second, and the children of the first
+    children = int(queue.nodes[first, CHILD])
+    for node, start, stop in ((1, 0, 20), (2, 20, 30), (children, 0, 13), (children + 1, 13, 20)):
+        queue.nodes[node, START], queue.nodes[node, STOP] = start, stop
+    assert queue.runs().tolist() == [[13, 20, 30], [0, 2, 1]]
+    ahead = 5  # what was divided ahead is a leaf all the same; one of its children has no rows
+    queue.nodes[2, STATE], queue.nodes[2, CHILD] = kernels.EXPANDED, ahead
+    for node, start, stop in ((ahead, 20, 20), (ahead + 1, 20, 30)):
+        queue.nodes[node, START], queue.nodes[node, STOP] = start, stop
+    assert queue.runs().tolist() == [[13, 20, 30], [0, 2, 1]]
+    queue.nodes[ahead, STOP] = queue.nodes[ahead + 1, START] = 24
+    assert queue.runs().tolist() == [[13, 20, 24, 30], [0, 2, 1, 1]]
