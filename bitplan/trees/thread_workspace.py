@@ -99,7 +99,7 @@ NO_NUMBERS = np.empty(0, np.float32)
 ROW_NS, ROW_FEATURE_NS, LEAF_FEATURE_NS = 2.0, 0.4, 2000.0
 # What threads take to meet, as the time in which one adds so many rows to a feature; of what a thread could add to a
 # node that all expand, the per cent that it does.
-MEETING_NUMBERS, HELP = 15_000, 30
+MEETING_NUMBERS, HELP = 15_000, 45
 SETS = 8  # trees that have helpers at the same time; a ninth one is grown by one thread
 # How often the first thread yields (half a microsecond) until the others are there, and more for a large table: who is
 # late is missed to the end of the tree.

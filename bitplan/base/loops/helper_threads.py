@@ -189,7 +189,7 @@ class _Helpers:
         self.has_semaphores = ctypes.CDLL(None).sem_init(ctypes.c_void_p(self._address + SEMAPHORE), 0, 0) == 0
 
     def look_as_long_as_asked(self) -> None:
-        self._patience.value = AWAKE_LOOKS if _are_awake() else SLEEP_LOOKS
+        self._patience.value = AWAKE_LOOKS if are_awake() else SLEEP_LOOKS
 
     def run(self, function: Any, job: int, helpers: int) -> bool:
         """False, and nothing is done, if another thread is using them."""
@@ -251,13 +251,14 @@ def _ask(threads: int, cores: int) -> None:
             each.look_as_long_as_asked()
 
 
-def _are_awake() -> bool:
+def are_awake() -> bool:
+    """Whether helpers look for work all the time (`staying_awake`)."""
     return 0 < _asked <= _cores
 
 
 def looks() -> int:
     """How often threads of a team that wait for each other should look before they yield their cores."""
-    return OWN_LOOKS if _are_awake() else SHARED_LOOKS
+    return OWN_LOOKS if are_awake() else SHARED_LOOKS
 
 
 def run(function: Any, job: int, threads: int, sets: int = 1) -> None:

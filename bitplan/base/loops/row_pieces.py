@@ -130,7 +130,7 @@ def caller(kinds: tuple[Any, ...]) -> Any:
 # ---- row pieces ------------------------------------------------------------------------------------------------------
 
 
-HELPER_NS = 20_000.0  # of work, for which a thread is asked to help
+HELPER_NS, AWAKE_HELPER_NS = 20_000.0, 7_000.0  # of work, for which a thread is asked to help: one that is awake
 PIECES_A_THREAD = 4
 STEP = 1024  # rows: pieces are multiples of it, so that no two share a cache line
 # Words of a job: the next row, rows of a piece and of all, the loop's address; then the arguments.
@@ -159,7 +159,8 @@ class End:
 
 
 def threads_for(count: int, row_ns: float) -> int:
-    return min(thread_count(), max(int(count * row_ns / HELPER_NS), 1))
+    least = AWAKE_HELPER_NS if helper_threads.are_awake() else HELPER_NS
+    return min(thread_count(), max(int(count * row_ns / least), 1))
 
 
 def piece_rows(count: int, threads: int, pieces: int = PIECES_A_THREAD) -> int:
