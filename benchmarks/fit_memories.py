@@ -3,7 +3,7 @@
     python benchmarks/fit_memories.py --output fit_memories.json
 
 That is a model of 8B's shape on a GPU, in at most 150 s of an H200 (`--seconds`: no plan is begun after them less what
-one takes); `--device cpu --shape tiny --limits 0.001:int4_g32 --context 256` tries it out. Weights are drawn on the
+one takes); `--device cpu --shape tiny --limits 0.65:int8_row --context 256` tries it out. Weights are drawn on the
 device, so no search is needed: what a format costs a tensor is its measured squared error times a sensitivity that is
 drawn for it. Times and memory beside weights are measured as `bitplan fit` does, in a process of its own. Then for each
 limit, in GB, and the uniform format beside it:
@@ -16,7 +16,9 @@ read as `generate` does: milliseconds a token and the peak of torch's allocator 
 `table`, which is printed at the end. Each row says where a difference comes from: parts of the peak (weights, scales in
 their kernels' order, keys and values, all beside them), how products of one row ran, operations of a token, and
 `host_us`, what the host took for a small operation, for hosts are slower at one time than at another:
-`ms_at_host_speed` is the prediction with the probe's launches at the speed of then.
+`ms_at_host_speed` is the prediction with the probe's launches at the speed of then, and `graph_ms` a token that a CUDA
+graph replays, where the host does not count. `busy_ms` waits for the host, too, where a token has more than some 1,000
+launches.
 
 `reading` are bytes a second at which each launch of a kernel reads pinned memory. `--peaks` are predicted peaks of
 models that lie on the GPU as a whole, in one format each.
@@ -27,6 +29,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import statistics
 import tempfile
 import time
 import traceback
@@ -79,6 +82,7 @@ JOINT = "joint"
 PEAK_FORMATS = ("mxfp4", "int8_row", "q8_0_gguf", "bfloat16")
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 KV = "int8_row"
+REPLAYS = 12
 PROFILED, LARGEST = 16, 8  # operations, and kinds of blocks of memory, that a row names
 SMALL_OPERATIONS, READ_BYTES, READINGS = 1000, (28672, 4096), 5
 Row = dict[str, Any]
@@ -302,6 +306,31 @@ def host_us(device: torch.device) -> float:
     return min(rounds)
 
 
+def graph_of_token(model: Any, cache: Any, given: Any, device: torch.device) -> Row:
+    """Milliseconds of a token that a CUDA graph replays, which the host does not delay; or why there is none.
+
+    Each replay writes the same place of the cache: as much work as a token, and no text.
+    """
+    if device.type != "cuda" or given.graph_failed:
+        return {}
+    ids = torch.zeros(given.batch, 1, dtype=torch.int64, device=device)
+    graph, times = torch.cuda.CUDAGraph(), []
+    try:
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
+        for _ in range(REPLAYS):
+            torch.cuda.synchronize()
+            started = time.perf_counter()
+            graph.replay()
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - started))
+        return {"graph_ms": statistics.median(times[2:])}
+    except Exception as error:
+        given.graph_failed = f"{type(error).__name__}: {error}"[:500]  # others would, too
+        return {"graph_failed": given.graph_failed}
+
+
 def ways_of_products(model: Any, batch: int) -> dict[str, int]:
     """How layers run a token's products, by format and place: the strategy, whether joined, whether prepared."""
 
@@ -399,6 +428,7 @@ def predictions(
         "host_bytes": joint.host_bytes(choice),
         "products_ms": (solution.us or 0.0) / 1e3,
         "predicted_ms": probe.times.token_us(solution.us or 0.0) / 1e3,
+        "predicted_gpu_ms": (probe.times.rest + (solution.us or 0.0)) / 1e3,
         "predicted_parts": predicted_parts(joint, choice, goal),
         "groups": counts,
         "gap": solution.gap,
@@ -476,7 +506,8 @@ def reading(given: Any, note: Callable[[str, Row], None]) -> None:
 
 def table_of(document: Row) -> list[str]:
     """The rows as lines of text."""
-    head = "| GB | plan | ms predicted | at the host's speed of then | measured | launch | busy | host us | "
+    head = "| GB | plan | ms predicted | at the host's speed of then | measured | launch | busy | host us "
+    head += "| of the GPU predicted | as a graph | "
     head += "peak GB predicted | measured | off | weights | scales | kv | beside |"
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     for row in document["two_memories"]:
@@ -491,7 +522,9 @@ def table_of(document: Row) -> list[str]:
             measured["launch_ms"],
             measured["busy_ms"],
         ]
-        cells = [f"{one:.2f}" for one in (*times, max(measured["host_us"]), row["gpu_bytes"] / 1e9)]
+        cells = [f"{one:.2f}" for one in (*times, max(measured["host_us"]), row["predicted_gpu_ms"])]
+        cells.append(f"{measured['graph_ms']:.2f}" if "graph_ms" in measured else "")
+        cells.append(f"{row['gpu_bytes'] / 1e9:.3f}")
         cells.append(f"{measured['peak_bytes'] / 1e9:.3f}" if measured["peak_bytes"] else "")
         cells.append(f"{100 * row['peak_off']:+.1f}%" if "peak_off" in row else "")
         for part, predicted in row["predicted_parts"].items():
@@ -571,6 +604,7 @@ def main() -> None:
     given = parser.parse_args()
     given.limits = LIMITS if given.limits is None else given.limits
     given.peaks = [(name, int(a), int(b)) for name, a, b in given.peaks or ()]
+    given.graph_failed = ""
     started = time.perf_counter()
     given.elapsed = lambda: time.perf_counter() - started
     kind = torch.device(given.device).type
