@@ -54,6 +54,7 @@ def test_masters_and_states_are_those_of_steps_as_a_whole(
     checkpointing, dtype, formats, moments, slots, alone, monkeypatch
 ):
     monkeypatch.setattr(host_training, "STEPPED_ALONE", alone)
+    monkeypatch.setattr(host_training, "BUNDLE_BYTES", alone)
     model = make_stack(adapters=False, dtype=dtype)
     model.checkpointing = checkpointing
     other, states = copy.deepcopy(model), []
@@ -70,6 +71,7 @@ def test_masters_and_states_are_those_of_steps_as_a_whole(
 def test_behind_the_last_backward_only_its_last_weights_are_left_to_step(alone, early, monkeypatch):
     """The large weights of the first block are stepped before the gradients of its norm come."""
     monkeypatch.setattr(host_training, "STEPPED_ALONE", alone)
+    monkeypatch.setattr(host_training, "BUNDLE_BYTES", 1)
     model, stepped = make_stack(adapters=False, dtype=torch.bfloat16), []
     with opened(model) as stream:
 
@@ -105,6 +107,28 @@ def test_small_weights_of_a_block_are_stepped_in_one_call(options, monkeypatch):
         stream.synchronize()
     assert sum(calls) == 2 * COUNT * len(numbers)
     assert max(calls[COUNT:]) < len(numbers)
+
+
+@pytest.mark.parametrize("options", [EARLY, OPTIONS])
+@pytest.mark.parametrize("checkpointing", CHECKPOINTING)
+@pytest.mark.parametrize(("nbytes", "bundles"), [(1, 5), (2**15, 3), (2**22, 1)])
+def test_small_gradients_of_a_block_go_to_their_thread_together(options, checkpointing, nbytes, bundles, monkeypatch):
+    monkeypatch.setattr(host_training, "BUNDLE_BYTES", nbytes)
+    model = make_stack(adapters=False, dtype=torch.bfloat16)
+    model.checkpointing = checkpointing
+    copies, device = [], SimulatedDevice()
+    copy_out = device.copy_all_out
+    monkeypatch.setattr(
+        device,
+        "copy_all_out",
+        lambda pairs, *after, **how: (copies.append(len(pairs)), copy_out(pairs, *after, **how))[1],
+    )
+    with opened(model, options, device=device) as stream:
+        run_step(model, stream, 0, torch.bfloat16)
+        stream.synchronize()
+        assert stream.stats.last.bytes_d2h == 2 * sum(one.numel() for one in model.layers.parameters())
+    assert sum(copies) == 5 * COUNT
+    assert len(copies) == bundles * COUNT
 
 
 def test_a_block_that_computes_twice_is_stepped_when_the_step_ends():

@@ -123,7 +123,7 @@ def step_together(tensors: Sequence[AdamWTensors], rates: Sequence[AdamWRates], 
     """
     first, gradients = rates[0], [one.gradient for one in tensors]
     if first.factor != 1.0 or any(one.dtype != torch.float32 for one in gradients):
-        sizes = [len(one) for one in gradients]
+        sizes = [one.numel() for one in gradients]
         wide = list(scratch[: sum(sizes)].split(sizes))
         torch._foreach_copy_(wide, gradients)
         gradients = wide

@@ -1,6 +1,7 @@
 """HostTraining: FP32 masters of streamed weights on the host, gradients copied back, AdamW during the next transfers.
 
-    backward, device   gradient of a weight is ready -> gradient thread: copy it out to the host (`GradientMemory`)
+    backward, device   gradient of a weight is ready -> gradient thread: copy it out to the host (`GradientMemory`),
+                       small ones of a block together (`GradientBundle`)
     end_step           optimizer thread, block after block in forward order: AdamW on the masters, encode, mark fresh
     next step          the transfer thread waits for a block to be fresh, and no one else waits for anything
 
@@ -15,7 +16,8 @@ itself fails between two blocks, the masters belong to two different steps, and 
 loaded. What is sent is derived from the master, never the other way round.
 
 With `update_in_backward` the promise of a whole step is given up for time: a weight is stepped when its gradient has
-arrived (`EarlyBlock`), of several blocks' the first in forward order, and a block is encoded behind its last weight;
+arrived (`EarlyBlock`), of several blocks' the first in forward order, small ones with the block's last, and a block is
+encoded behind its last weight;
 what waits when the step ends is stepped as above, beside the next forward. So at the end of the backward the weights
 that it came to last are to step, and not a block. Each block may compute once a step, so that all its gradients come in
 one backward, and no block is loaded again once a weight of it may have been stepped: autograd has used a weight for the
@@ -172,6 +174,17 @@ class EarlyBlock:
 
 
 @dataclass(eq=False)
+class GradientBundle:
+    """Gradients of one block on the device, which go to the gradient thread together."""
+
+    block: str
+    recorder: StepRecorder
+    gradients: list[tuple[str, Tensor]] = field(default_factory=list)
+    nbytes: int = 0
+    due: list[str] = field(default_factory=list)  # with update_in_backward: weights that may be stepped behind them
+
+
+@dataclass(eq=False)
 class StepGradients:
     """The gradients of one step as they arrive, by block and parameter; dropped when the step is over."""
 
@@ -188,13 +201,19 @@ class StepGradients:
     calls: Counter[str] = field(default_factory=Counter)  # of blocks, in forwards
     early: dict[str, EarlyBlock] = field(default_factory=dict)  # with update_in_backward
     update: _Update | None = None  # with update_in_backward, from the first gradient on
+    bundle: GradientBundle | None = None  # that is not handed over
+    at_end_of_backward: Callable[[], None] = lambda: None
 
     def note_backward(self) -> None:
         """Note that a backward has begun. Autograd calls back at its end, unless something in it failed."""
         task = torch._C._current_graph_task_id()
         if task not in self.unfinished:
             self.unfinished.add(task)
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self.unfinished.discard(task))
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._end_backward(task))
+
+    def _end_backward(self, task: int) -> None:
+        self.at_end_of_backward()
+        self.unfinished.discard(task)
 
     def require_backward_ended(self) -> None:
         if self.unfinished:
@@ -256,7 +275,8 @@ def _norm_of(norms: Sequence[Tensor]) -> Tensor:
 Result = TypeVar("Result")
 FROZEN = -1  # in the place of a gradient's kind: the weight does not require one in this process
 STEPPED_ALONE = 2**16  # numbers of a weight: handing it over takes the host as long as AdamW takes for so many
-GRADIENTS_WAITING = 12  # gradients on the device before backward has to wait; a llama block has nine
+BUNDLE_BYTES = 2**22  # gradients of a block go to their thread when they are so many: a tenth of a ms on the bus
+GRADIENTS_WAITING = 12  # large gradients, or bundles, on the device before backward has to wait
 
 
 @dataclass(eq=False)
@@ -332,6 +352,7 @@ class HostTraining:
         self._update: _Update | None = None  # the last update
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
         self._updates = Worker("optimizer")
+        self._bundle_bytes = BUNDLE_BYTES
 
     @property
     def lr(self) -> float:
@@ -405,6 +426,7 @@ class HostTraining:
     def limit_gradients(self, in_flight: int | None) -> None:
         """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
         self._gradients.max_unfinished = min(in_flight or GRADIENTS_WAITING, GRADIENTS_WAITING)
+        self._bundle_bytes = BUNDLE_BYTES if in_flight is None else 0
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -413,7 +435,8 @@ class HostTraining:
         if not self._gradients.is_alive:
             self._replace_gradient_thread()
         self._finite.start()
-        self._open = StepGradients(step, self._gradient_memory)
+        gradients = self._open = StepGradients(step, self._gradient_memory)
+        gradients.at_end_of_backward = lambda: self._hand_over(gradients)
 
     @property
     def gradients(self) -> StepGradients:
@@ -424,7 +447,11 @@ class HostTraining:
     def receive(
         self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
     ) -> None:
-        """Take a gradient from the device; called in backward, returns at once unless too many are waiting."""
+        """Take a gradient from the device; called in backward, returns at once unless too many are waiting.
+
+        A call of the gradient thread takes the host as long as some megabytes take on the bus, so small gradients of a
+        block go together.
+        """
         early = gradients.early.get(block)
         if early is not None and name in early.seen:
             raise StreamError(
@@ -435,13 +462,29 @@ class HostTraining:
         recorder.expected_out += 1
         gradients.expected += 1
         self._finite.look_at(self._flag_of[f"{block}.{name}"], gradient)
-        after, what = self._device.mark(), f"{block}.{name}, step {gradients.step}: gradient"
-        hand_over = self._count(block, name, gradients, what) if self.updates_early else None
+        if gradients.bundle is not None and gradients.bundle.block != block:
+            self._hand_over(gradients)
+        bundle = gradients.bundle = gradients.bundle or GradientBundle(block, recorder)
+        bundle.gradients.append((name, gradient))
+        bundle.nbytes += gradient.nbytes
+        is_last = self.updates_early and self._count(bundle, name, gradients)
+        if is_last or bundle.nbytes >= self._bundle_bytes:
+            self._hand_over(gradients)
+
+    def _hand_over(self, gradients: StepGradients) -> None:
+        """Give the gradients that wait to their thread."""
+        bundle, gradients.bundle = gradients.bundle, None
+        if bundle is None:
+            return
+        block, update, after = bundle.block, gradients.update, self._device.mark()
+        what = f"{block}.{bundle.gradients[-1][0]}, step {gradients.step}: gradient"
+        flags = self._finite.send(gradients.step) if bundle.due else None
 
         def take() -> None:
-            self._add((block, name), gradient, gradients, after, what, recorder)
-            if hand_over is not None:
-                hand_over()
+            self._add(bundle, gradients, after, what)
+            if update is not None and flags is not None:
+                update.ready.setdefault(block, []).append((bundle.due, flags))
+                self._updates.submit(lambda: self._step_ready(update), what)
 
         self._gradients.submit(take, what, timeout_s=self._timeout_s)
 
@@ -464,35 +507,30 @@ class HostTraining:
         early = None if self._open is None else self._open.early.get(block)
         return early is not None and early.is_changing
 
-    def _count(self, block: str, name: str, gradients: StepGradients, what: str) -> Callable[[], None] | None:
-        """In backward: count a gradient that is on its way. The call that lets its weight be stepped, when it is there,
-        and small ones with the block's last; None: not yet.
+    def _count(self, bundle: GradientBundle, name: str, gradients: StepGradients) -> bool:
+        """In backward: count a gradient that is on its way, and note which weights may be stepped when it is there: its
+        own, small ones with the block's last. Whether it is the block's last.
         """
+        block = bundle.block
         if gradients.update is None:
             gradients.update = self._new_update(gradients)
             self.is_settled = False
         if gradients.calls[block] != 1:  # it computed more than once: more gradients may come
-            return None
+            return False
         if block not in gradients.early:
             count = sum(not self._is_frozen((block, one)) for one in self._weights[block])
             gradients.early[block] = EarlyBlock(count, count)
         early = gradients.early[block]
         early.missing -= 1
         early.seen.add(name)
-        is_small = math.prod(self.weight(block, name).shape) < STEPPED_ALONE
-        if is_small:
+        if math.prod(self.weight(block, name).shape) < STEPPED_ALONE:
             early.waiting.append(name)
-        names = [*([] if is_small else [name]), *([] if early.missing else early.waiting)]
-        if not names:
-            return None
-        early.is_changing = True
-        flags, update = self._finite.send(gradients.step), gradients.update
-
-        def hand_over() -> None:
-            update.ready.setdefault(block, []).append((names, flags))
-            self._updates.submit(lambda: self._step_ready(update), what)
-
-        return hand_over
+        else:
+            bundle.due.append(name)
+        if not early.missing:
+            bundle.due += early.waiting
+        early.is_changing |= bool(bundle.due)
+        return not early.missing
 
     def _step_ready(self, update: _Update) -> None:
         """On the optimizer's thread: step weights of the first block, in forward order, that has gradients."""
@@ -536,15 +574,8 @@ class HostTraining:
                 f"blocks ({failure}): the weights are of two steps; load a state (stream.load or load_state_dict)"
             )
 
-    def _add(
-        self,
-        key: tuple[str, str],
-        gradient: Tensor,
-        gradients: StepGradients,
-        after: Mark,
-        what: str,
-        recorder: StepRecorder,
-    ) -> None:
+    def _add(self, bundle: GradientBundle, gradients: StepGradients, after: Mark, what: str) -> None:
+        """On the gradient thread: copy gradients to the host and add them up; first ones in one turn of the bus."""
         try:
             if gradients.overflowed is not None:
                 raise StreamError(f"{what}: it came after unscale_gradients; call that after the step's last backward")
@@ -554,18 +585,41 @@ class HostTraining:
                     "that after the step's last backward"
                 )
             gradients.apply_factor()  # of clipping before this backward
-            before = gradients.sums.get(key)
-            target = gradients.memory.target(key, gradient.dtype, is_first=before is None)
-            copied = self._device.copy_out(_bytes(target), _bytes(gradient), after)
-            self._device.finish(copied.end)
-            recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
-            gradients.sums[key] = gradients.memory.added(key, target, before)
-            gradients.arrived += 1
+            memory, direct = gradients.memory, dict[Key, tuple[Tensor, Tensor]]()
+            for name, gradient in bundle.gradients:
+                key = bundle.block, name
+                before = gradients.sums.get(key)
+                is_first = before is None and key not in direct
+                target = memory.target(key, gradient.dtype, is_first=is_first)
+                if target.data_ptr() != memory.staging.data_ptr():
+                    direct[key] = target, gradient
+                    continue
+                self._copy_out(direct, gradients, after, bundle.recorder)
+                self._copy_out({key: (target, gradient)}, gradients, after, bundle.recorder)
+            self._copy_out(direct, gradients, after, bundle.recorder)
         except Exception as error:
             gradients.failure = gradients.failure or _named(error, what)
         except BaseException as error:
             gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
+
+    def _copy_out(
+        self,
+        pairs: dict[Key, tuple[Tensor, Tensor]],
+        gradients: StepGradients,
+        after: Mark,
+        recorder: StepRecorder,
+    ) -> None:
+        """Copy gradients, each of another weight, from the device to their targets, and empty `pairs`."""
+        if not pairs:
+            return
+        copied = self._device.copy_all_out(list(pairs.values()), after)
+        self._device.finish(copied.end)
+        for key, (target, gradient) in pairs.items():
+            recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
+            gradients.sums[key] = gradients.memory.added(key, target, gradients.sums.get(key))
+            gradients.arrived += 1
+        pairs.clear()
 
     def arrived(self) -> list[Tensor]:
         """The gradients of the open step, in the order of the weights, when all of them are on the host."""
@@ -902,10 +956,6 @@ class HostTraining:
         for worker in (self._gradients, self._updates):
             worker.stop(self._timeout_s)
         self._gradient_memory.close()
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _also_lost(failure: Exception, step: int) -> Exception:

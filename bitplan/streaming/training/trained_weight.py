@@ -117,20 +117,26 @@ def step_weights(due: Iterable[DueStep], scratch: Tensor, factor: float) -> None
     scratch  float32, of any size; as many numbers are stepped in one call
     """
     together: dict[Settings, list[tuple[TrainedWeight, AdamWTensors, AdamWRates]]] = {}
+    room = scratch.numel()
     for weight, gradient, settings, sent in due:
-        tensors = weight.small_tensors(gradient, settings, sent)
-        if tensors is None or not isinstance(settings, AdamWSettings) or gradient.numel() > len(scratch):
+        count, tensors = gradient.numel(), weight.small_tensors(gradient, settings, sent)
+        if tensors is None or not isinstance(settings, AdamWSettings) or count > scratch.numel():
             weight.step(gradient, settings, scratch, sent, factor)
             continue
         small = together.setdefault(settings, [])
-        if sum(len(one.gradient) for _, one, _ in small) + gradient.numel() > len(scratch):
-            _step_small_weights(small, scratch)
+        if count > room:
+            for others in together.values():
+                _step_small_weights(others, scratch)
+            room = scratch.numel()
+        room -= count
         small.append((weight, tensors, weight.rates(settings, factor)))
     for small in together.values():
         _step_small_weights(small, scratch)
 
 
 def _step_small_weights(small: list[tuple[TrainedWeight, AdamWTensors, AdamWRates]], scratch: Tensor) -> None:
+    if not small:
+        return
     weights, tensors, rates = zip(*small, strict=True)
     step_together(tensors, rates, scratch)
     for weight in weights:

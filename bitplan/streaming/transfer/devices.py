@@ -146,8 +146,12 @@ class StreamDevice(ABC):
         return copied
 
     def copy_out(self, target: Tensor, source: Tensor, *after: Mark, queue: Queue = "weights") -> Copied:
-        copied = self._copy("out", queue, target, source, after)
-        self.bytes_out += target.nbytes
+        return self.copy_all_out([(target, source)], *after, queue=queue)
+
+    def copy_all_out(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark, queue: Queue = "weights") -> Copied:
+        """Do `copy_out` for several pairs, as `copy_all_in` does."""
+        copied = self._copy_all("out", queue, pairs, after)
+        self.bytes_out += sum(target.nbytes for target, _ in pairs)
         return copied
 
     @abstractmethod
