@@ -403,7 +403,7 @@ def _numba_cache() -> Cache:
     folder = Path(named) if named else Path(__file__).parents[1]  # numba writes beside each module of loops
     count = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0
     writable = os.access(folder if folder.is_dir() else folder.parent, os.W_OK)
-    detail = f"{count} compiled kernels" if count else "empty: the first use of a kernel compiles for some seconds"
+    detail = f"{count} compiled kernels" if count else "empty: a kernel that comes uncompiled takes seconds at first"
     if not writable:
         detail += "; not writable, so numba keeps them in the user's cache folder: set NUMBA_CACHE_DIR to choose"
     return Cache("compiled CPU kernels", str(folder), detail)

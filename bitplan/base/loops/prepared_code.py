@@ -1,9 +1,10 @@
 """Loops that come with the package compiled, as objects for x86-64 processors with AVX2, which take as long to load as
 numba's own cache does, and need none of numba's compiler.
 
-`data/prepared_loops.zip` is written by `tools/prepare_loops.py`, for Linux. It is used where the processor has what the
-objects need, its sources are the package's, and numba is of the release that wrote it; elsewhere numba compiles. Loops
-that gain from AVX-512 are there twice. It is data, no pickle: an index in JSON, and objects.
+`data/loops-*.zip` are written by `tools/prepare_loops.py`, for Linux: one of each wing, or of each wing and kind of
+processor where loops ask what the processor has; other loops that gain from AVX-512 are there twice. A file is used
+where the processor has what the objects need, its sources are the package's, and numba is of the release that wrote it;
+elsewhere numba compiles. It is data, no pickle: an index in JSON, and objects.
 """
 
 from __future__ import annotations
@@ -28,35 +29,72 @@ from numba.core.compiler import compile_result
 from numba.core.lowering import Environment
 from numba.core.runtime import rtsys
 
+from bitplan.base.hardware import cpu_features
+
 PACKAGE = Path(__file__).parents[2]
-FILE = PACKAGE / "data" / "prepared_loops.zip"
+FOLDER = PACKAGE / "data"
 INDEX, CODE = "index.json", "loops"  # all loops one after the other: they have much in common
-# x86-64-v3, beyond what every x86-64 processor has; v4, beyond that
-FEATURES = "avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"
-WIDE_FEATURES = "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"
+# What processors of a kind have beyond every x86-64 processor, the best kind first.
+_AVX2 = frozenset({"avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe"})
+_AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
+PROCESSORS = {
+    "x86-64-v4-vnni": _AVX512 | {"avx512vnni"},
+    "x86-64-v4": _AVX512,
+    "x86-64-v3-vnni": _AVX2 | {"avxvnni"},
+    "x86-64-v3": _AVX2,
+}
+# The files that are compiled into loops: of all parts, and of each wing that has some.
+SHARED = tuple(f"base/loops/{name}.py" for name in ("addresses", "atomics", "helper_threads", "jit", "vectors"))
+WINGS = {
+    "trees": ("trees/loops/*.py", "trees/cuda/waves.py"),
+    "packed": (
+        "packed/products/cpu_[bir]*.py",
+        "packed/language/token_loops.py",
+        "formats/cpu_codec.py",
+        "formats/gguf/layouts.py",
+    ),
+    "formats": ("formats/cpu_codec.py", "formats/gguf/cpu_*.py", "formats/gguf/search.py"),
+    "rounding": (
+        "rounding/round_columns_cpu.py",
+        "formats/gguf/cpu_*.py",
+        "formats/gguf/grids.py",
+        "formats/gguf/search.py",
+        "formats/scale_rules.py",
+    ),
+}
+BY_PROCESSOR = ("packed",)
 # What loops return; signatures are looked up by their text.
 RESULTS: dict[str, Any] = {
     str(kind): kind
-    for kind in (types.none, types.int64, types.UniTuple(types.int64, 2))  # type: ignore[attr-defined]
+    for kind in (types.none, types.int64, types.uint32, types.uint64, types.UniTuple(types.int64, 2))  # type: ignore[attr-defined]
 }
 
 
-def sources() -> str:
+def file_of(wing: str, kind: str) -> Path:
+    """The loops of a wing, for processors of a kind if they ask for it."""
+    return FOLDER / (f"loops-{wing}-{kind}.zip" if wing in BY_PROCESSOR else f"loops-{wing}.zip")
+
+
+def sources(wing: str) -> str:
     """A digest of the files that are compiled into loops."""
-    files = [*sorted((PACKAGE / "trees" / "loops").glob("*.py"))]
-    files += [PACKAGE / "trees" / "cuda" / "waves.py"]
-    names = "addresses", "atomics", "helper_threads", "jit", "vectors"
-    files += [PACKAGE / "base" / "loops" / f"{name}.py" for name in names]
     digest = hashlib.sha256()
-    for file in files:
-        digest.update(file.name.encode() + file.read_bytes())
+    for pattern in (*WINGS[wing], *SHARED):
+        for file in sorted(PACKAGE.glob(pattern)):
+            digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
 
 
-def made_with() -> dict[str, str]:
+def made_with(wing: str) -> dict[str, str]:
     """What must be the same where the code is used."""
     release = ".".join(numba.__version__.split(".")[:2])
-    return {"sources": sources(), "numba": release, "target": llvm.get_process_triple()}
+    return {"sources": sources(wing), "numba": release, "target": llvm.get_process_triple()}
+
+
+def processor() -> str | None:
+    """The best of PROCESSORS whose loops run here and are those that numba would compile here."""
+    has = cpu_features()
+    suits = (name for name, needs in PROCESSORS.items() if needs <= has and ("avx512f" in needs) == ("avx512f" in has))
+    return next(suits, None)
 
 
 def name_of(function: Callable[..., Any], sig: Any) -> str | None:
@@ -68,16 +106,24 @@ def name_of(function: Callable[..., Any], sig: Any) -> str | None:
     return f"{function.__module__}.{function.__qualname__}{[int(value) for value in closed]}{tuple(map(str, kinds))}"
 
 
+def wing_of(function: Callable[..., Any]) -> str:
+    """The wing whose loops this one is with: those of the base are for trees."""
+    wing = function.__module__.removeprefix("bitplan.").partition(".")[0]
+    return "trees" if wing == "base" else wing
+
+
 @functools.cache
-def _loops() -> tuple[dict[str, Any], bytes]:
+def _loops(wing: str) -> tuple[dict[str, Any], bytes]:
     """Entries by name, and all code; none where the file is for something else, or damaged."""
-    if not sys.platform.startswith("linux") or not FILE.is_file() or not _has(FEATURES):
+    kind = processor()
+    path = file_of(wing, kind or "")
+    if wing not in WINGS or not sys.platform.startswith("linux") or kind is None or not path.is_file():
         return {}, b""
     try:
-        with zipfile.ZipFile(FILE) as file:
+        with zipfile.ZipFile(path) as file:
             index = json.loads(file.read(INDEX))
             loops = index.pop("loops")
-            if {key: index.get(key) for key in made_with()} != made_with():
+            if {key: index.get(key) for key in made_with(wing)} != made_with(wing):
                 return {}, b""
             code = file.read(CODE)
             digest = digest_of(loops, code)
@@ -94,7 +140,7 @@ def _loops() -> tuple[dict[str, Any], bytes]:
         LZMAError,
     ) as error:
         warnings.warn(
-            f"{FILE} is damaged ({type(error).__name__}: {error}), so loops are compiled, which takes seconds; "
+            f"{path} is damaged ({type(error).__name__}: {error}), so loops are compiled, which takes seconds; "
             "install bitplan again",
             RuntimeWarning,
             stacklevel=2,
@@ -103,24 +149,17 @@ def _loops() -> tuple[dict[str, Any], bytes]:
     return loops, code
 
 
-@functools.cache
-def _has(features: tuple[str, ...]) -> bool:
-    """Whether this processor has all of these features."""
-    of_host = llvm.get_host_cpu_features()
-    return all(of_host.get(feature) for feature in features)
-
-
 def digest_of(loops: dict[str, Any], code: bytes) -> str:
     return hashlib.sha256(json.dumps(loops, sort_keys=True).encode() + code).hexdigest()
 
 
 def rebuilt(function: Callable[..., Any], sig: Any, context: Any) -> Any:
     """Rebuilds numba's result of compiling a function from the file; None if that does not have it."""
-    loops, code_of_all = _loops()
+    loops, code_of_all = _loops(wing_of(function))
     entry = loops.get(name_of(function, sig) or "")
     if entry is None:
         return None
-    first, end = entry["wide" if "wide" in entry and _has(WIDE_FEATURES) else "object"]
+    first, end = entry["wide" if "wide" in entry and "avx512f" in PROCESSORS[processor() or ""] else "object"]
     kinds = sig.args if isinstance(sig, typing.Signature) else tuple(sig)
     result, code = RESULTS[entry["result"]], function.__code__
     described = funcdesc.PythonFunctionDescriptor(

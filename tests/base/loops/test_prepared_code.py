@@ -13,16 +13,27 @@ from typing import Any
 import numba
 import numpy as np
 import pytest
+from numba.core import types
 from numba.core.registry import cpu_target
 
 from bitplan.base.loops import prepared_code
+from bitplan.packed.language import token_loops
+from bitplan.packed.products import cpu_blocks, cpu_integers, cpu_rows
 from bitplan.trees.loops import histogram
 
 
-def test_the_packages_loops_are_made_of_its_sources() -> None:
-    with zipfile.ZipFile(prepared_code.FILE) as file:
-        index = json.loads(file.read(prepared_code.INDEX))
-    assert index["sources"] == prepared_code.sources(), "loops were edited: run python tools/prepare_loops.py"
+def index_of(wing: str, kind: str = "x86-64-v3") -> dict[str, Any]:
+    with zipfile.ZipFile(prepared_code.file_of(wing, kind)) as file:
+        index: dict[str, Any] = json.loads(file.read(prepared_code.INDEX))
+    return index
+
+
+@pytest.mark.parametrize("wing", prepared_code.WINGS)
+def test_the_packages_loops_are_made_of_its_sources(wing) -> None:
+    for kind in prepared_code.PROCESSORS:
+        index = index_of(wing, kind)
+        assert index["sources"] == prepared_code.sources(wing), "loops were edited: run python tools/prepare_loops.py"
+        assert index["loops"].keys() == index_of(wing)["loops"].keys()
 
 
 def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
@@ -41,33 +52,64 @@ def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
     assert prepared_code.name_of(lambda: made, ()) is None, "it closes over more than numbers"
 
 
-def test_a_processor_that_lacks_what_the_objects_need_has_none(monkeypatch) -> None:
-    features = dict.fromkeys((*prepared_code.FEATURES, *prepared_code.WIDE_FEATURES), True)
-    monkeypatch.setattr(prepared_code, "_has", lambda wanted: all(features[name] for name in wanted))
-    with zipfile.ZipFile(prepared_code.FILE) as file:
-        loops = json.loads(file.read(prepared_code.INDEX))["loops"]
+@pytest.mark.parametrize(
+    ("more", "suits"),
+    [
+        ({"avx512vnni", "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avxvnni"}, "x86-64-v4-vnni"),
+        ({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "avxvnni"}, "x86-64-v4"),
+        ({"avxvnni"}, "x86-64-v3-vnni"),
+        (set(), "x86-64-v3"),
+        ({"avx512f", "avx512cd", "avxvnni"}, None),  # Knights Landing: sixteen lanes, and no bytes in them
+    ],
+)
+def test_a_processor_takes_what_was_made_for_its_kind(monkeypatch, more, suits) -> None:
+    least = {"avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "sse4.2"}
+    monkeypatch.setattr(prepared_code, "cpu_features", lambda: frozenset(least | more))
+    assert prepared_code.processor() == suits
+    for missing in least - {"sse4.2"}:
+        monkeypatch.setattr(prepared_code, "cpu_features", lambda missing=missing: frozenset(least | more) - {missing})
+        assert prepared_code.processor() is None
+        assert prepared_code._loops.__wrapped__("trees") == ({}, b"")
+
+
+def test_predictions_have_loops_for_wide_registers() -> None:
+    loops = index_of("trees")["loops"]
     assert {name.split("(")[0].split("[")[0] for name, entry in loops.items() if "wide" in entry} >= {
         "bitplan.trees.loops.predict.add_trees"
     }
-    features["avx2"] = False
-    assert prepared_code._loops.__wrapped__() == ({}, b"")
+
+
+def test_every_product_of_the_package_has_a_loop_for_each_kind_of_processor() -> None:
+    functions = [function for group in cpu_rows._FUNCTIONS.values() for function in group]
+    functions += [function for group in cpu_blocks._FUNCTIONS.values() for function in group]
+    functions += [function for group in cpu_integers._FUNCTIONS.values() for function in group]
+    functions += [*cpu_blocks._PANELS.values(), *cpu_rows._ARRANGED.values(), cpu_rows._products]
+    functions += [
+        cpu_integers._quads_for_unsigned,
+        cpu_integers._rounded_rows,
+        token_loops._norm,
+        token_loops._attention,
+    ]
+    names = {prepared_code.name_of(function, (types.int64,)) for function in functions}
+    assert index_of("packed")["loops"].keys() == names
 
 
 @pytest.mark.parametrize("damage", ["empty", "code", "index"])
 def test_a_damaged_file_is_named_and_loops_are_compiled(tmp_path, monkeypatch, damage) -> None:
-    path = tmp_path / "loops.zip"
-    with zipfile.ZipFile(prepared_code.FILE) as file, zipfile.ZipFile(path, "w") as made:
-        index = json.loads(file.read(prepared_code.INDEX)) | prepared_code.made_with()
+    path = tmp_path / "loops-trees.zip"
+    with zipfile.ZipFile(prepared_code.file_of("trees", "")) as file, zipfile.ZipFile(path, "w") as made:
+        index = json.loads(file.read(prepared_code.INDEX)) | prepared_code.made_with("trees")
         first = next(iter(index["loops"].values()))
         first["mangled_name"] += "x" if damage == "index" else ""
         made.writestr(prepared_code.INDEX, json.dumps(index))
         made.writestr(prepared_code.CODE, file.read(prepared_code.CODE) + (b"x" if damage == "code" else b""))
     if damage == "empty":
         path.write_bytes(b"")
-    monkeypatch.setattr(prepared_code, "FILE", path)
+    monkeypatch.setattr(prepared_code, "FOLDER", tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(prepared_code, "processor", lambda: "x86-64-v3")
     with pytest.warns(RuntimeWarning, match="is damaged .*install bitplan again"):
-        assert prepared_code._loops.__wrapped__() == ({}, b"")
+        assert prepared_code._loops.__wrapped__("trees") == ({}, b"")
 
 
 SAME_TREES = """
@@ -76,7 +118,7 @@ import numpy as np
 from bitplan.base.loops import prepared_code
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor
 if sys.argv[1] == "source":
-    prepared_code._loops = lambda: ({}, b"")
+    prepared_code._loops = lambda wing: ({}, b"")
 rng = np.random.default_rng(0)
 x = rng.standard_normal((3000, 8))
 x[rng.random(x.shape) < 0.1] = np.nan
@@ -91,11 +133,34 @@ print(digest.hexdigest())
 """
 
 
+SAME_PRODUCTS = """
+import hashlib, sys
+import torch, bitplan
+from bitplan.base.loops import prepared_code
+from bitplan.packed.products import cpu_fused
+if sys.argv[1] == "source":
+    prepared_code._loops = lambda wing: ({}, b"")
+digest = hashlib.sha256()
+for name in cpu_fused.FORMATS:
+    torch.manual_seed(0)
+    weight, x = bitplan.encode(torch.randn(70, 512), name), torch.randn(37, 512)
+    ways = [cpu_fused.FusedOnCpu()]
+    if name in cpu_fused.OF_INTEGERS:
+        ways += [cpu_fused.IntegersOnCpu(inputs) for inputs in cpu_fused.INTEGER_INPUTS]
+    for way in ways:
+        for rows in (1, 3, 9, 37):
+            made = way.run(x[:rows], weight, way.prepare(weight), None, None)
+            digest.update(made.numpy().tobytes())
+print(digest.hexdigest())
+"""
+
+
 @pytest.mark.long
-def test_trees_are_those_of_loops_that_numba_compiles(tmp_path) -> None:
+@pytest.mark.parametrize("script", [SAME_TREES, SAME_PRODUCTS], ids=["trees", "products"])
+def test_results_are_those_of_loops_that_numba_compiles(tmp_path, script) -> None:
     made = [
         subprocess.run(
-            [sys.executable, "-c", SAME_TREES, kind],
+            [sys.executable, "-c", script, kind],
             env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path / kind)},
             capture_output=True,
             text=True,
