@@ -155,7 +155,7 @@ def test_caches(tmp_path, monkeypatch):
     monkeypatch.setenv("BITPLAN_CACHE_DIR", str(tmp_path / "not" / "yet"))
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path / "numba"))
     numba, crossovers = examine_machine(measure=False)["caches"]
-    assert numba["detail"].startswith("empty: the first use")
+    assert numba["detail"].startswith("empty: a kernel that comes uncompiled")
     assert crossovers["detail"].startswith("empty: crossovers are measured")
     (tmp_path / "numba" / "deep").mkdir(parents=True)
     (tmp_path / "numba" / "deep" / "a.nbc").touch()

@@ -29,8 +29,6 @@ from numba.core.compiler import compile_result
 from numba.core.lowering import Environment
 from numba.core.runtime import rtsys
 
-from bitplan.base.hardware import cpu_features
-
 PACKAGE = Path(__file__).parents[2]
 FOLDER = PACKAGE / "data"
 INDEX, CODE = "index.json", "loops"  # all loops one after the other: they have much in common
@@ -92,6 +90,8 @@ def made_with(wing: str) -> dict[str, str]:
 
 def processor() -> str | None:
     """The best of PROCESSORS whose loops run here and are those that numba would compile here."""
+    from bitplan.base.hardware import cpu_features
+
     has = cpu_features()
     suits = (name for name, needs in PROCESSORS.items() if needs <= has and ("avx512f" in needs) == ("avx512f" in has))
     return next(suits, None)

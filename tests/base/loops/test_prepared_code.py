@@ -16,6 +16,7 @@ import pytest
 from numba.core import types
 from numba.core.registry import cpu_target
 
+from bitplan.base import hardware
 from bitplan.base.loops import prepared_code
 from bitplan.packed.language import token_loops
 from bitplan.packed.products import cpu_blocks, cpu_integers, cpu_rows
@@ -64,10 +65,10 @@ def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
 )
 def test_a_processor_takes_what_was_made_for_its_kind(monkeypatch, more, suits) -> None:
     least = {"avx2", "bmi", "bmi2", "f16c", "fma", "lzcnt", "movbe", "sse4.2"}
-    monkeypatch.setattr(prepared_code, "cpu_features", lambda: frozenset(least | more))
+    monkeypatch.setattr(hardware, "cpu_features", lambda: frozenset(least | more))
     assert prepared_code.processor() == suits
     for missing in least - {"sse4.2"}:
-        monkeypatch.setattr(prepared_code, "cpu_features", lambda missing=missing: frozenset(least | more) - {missing})
+        monkeypatch.setattr(hardware, "cpu_features", lambda missing=missing: frozenset(least | more) - {missing})
         assert prepared_code.processor() is None
         assert prepared_code._loops.__wrapped__("trees") == ({}, b"")
 
