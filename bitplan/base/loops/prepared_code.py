@@ -41,23 +41,25 @@ PROCESSORS = {
     "x86-64-v3-vnni": _AVX2 | {"avxvnni"},
     "x86-64-v3": _AVX2,
 }
-# The files that are compiled into loops: of all parts, and of each wing that has some.
-SHARED = tuple(f"base/loops/{name}.py" for name in ("addresses", "atomics", "helper_threads", "jit", "vectors"))
+# The files that are compiled into loops, by wing.
+_SHARED = "base/loops/addresses.py", "base/loops/jit.py", "base/loops/vectors.py"
 WINGS = {
-    "trees": ("trees/loops/*.py", "trees/cuda/waves.py"),
+    "trees": ("trees/loops/*.py", "trees/cuda/waves.py", "base/loops/[ahjv]*.py"),
     "packed": (
         "packed/products/cpu_[bir]*.py",
         "packed/language/token_loops.py",
         "formats/cpu_codec.py",
         "formats/gguf/layouts.py",
+        *_SHARED,
     ),
-    "formats": ("formats/cpu_codec.py", "formats/gguf/cpu_*.py", "formats/gguf/search.py"),
+    "formats": ("formats/cpu_codec.py", "formats/gguf/cpu_*.py", "formats/gguf/search.py", *_SHARED),
     "rounding": (
         "rounding/round_columns_cpu.py",
         "formats/gguf/cpu_*.py",
         "formats/gguf/grids.py",
         "formats/gguf/search.py",
         "formats/scale_rules.py",
+        *_SHARED,
     ),
 }
 BY_PROCESSOR = ("packed",)
@@ -76,7 +78,7 @@ def file_of(wing: str, kind: str) -> Path:
 def sources(wing: str) -> str:
     """A digest of the files that are compiled into loops."""
     digest = hashlib.sha256()
-    for pattern in (*WINGS[wing], *SHARED):
+    for pattern in WINGS[wing]:
         for file in sorted(PACKAGE.glob(pattern)):
             digest.update(file.name.encode() + file.read_bytes())
     return digest.hexdigest()
