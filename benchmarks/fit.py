@@ -8,11 +8,11 @@ text. For each plan the model is then packed, loaded in a process of its own as 
 `batch` prompts of the whole context, and makes four tokens: its highest resident memory is held against the prediction.
 Timings are not taken.
 
-    python benchmarks/fit.py lm26m gemma2 mixtral --peaks [--context 1024] [--batch 2] [--repeats 2] [--output FILE]
+    python benchmarks/fit.py lm26m gemma2 mixtral --peaks --tokenizer lm26m [--context 1024] [--batch 2] [--output FILE]
 
 Predicted and measured memory alone, of folders and of models that are drawn here (`gemma2` with windows, `mixtral` with
-experts; the tokenizer is the first folder's), each within four limits, from little more than its smallest plan takes to
-its largest. No text is needed: what a format harms is its bits times a sensitivity that is drawn for each tensor.
+experts), each within four limits, from little more than its smallest plan takes to its largest. No text is needed: what
+a format harms is its bits times a sensitivity that is drawn for each tensor.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ def peaks(given: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> 
     for model in given.model:
         with tempfile.TemporaryDirectory() as scratch:
             is_drawn = str(model) in DRAWN
-            folder = drawn_model(str(model), given.model[0], Path(scratch, "model")) if is_drawn else model
+            folder = drawn_model(str(model), given.tokenizer, Path(scratch, "model")) if is_drawn else model
             goal = FitGoal(1, given.context, given.batch)
             probe = Reserve(folder, goal).at(given.context)
             joint = joint_evidence(*drawn_evidence(folder, Path(scratch, "packed")), goal, probe.nbytes, probe)
@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="+")
     parser.add_argument("--text", type=Path)
     parser.add_argument("--peaks", action="store_true")
+    parser.add_argument("--tokenizer", type=Path, help="a folder that has one, for models that are drawn")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batch", type=int, default=2)
