@@ -45,12 +45,13 @@ from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.base.process_status import ANSWER_WAIT_S
 from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, aligned
 from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw import AdamWSettings, pieces, setting
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings
-from bitplan.streaming.training.processes import ROLL_CALL_S, Processes, listed_ranks
+from bitplan.streaming.training.processes import Processes, listed_ranks
 from bitplan.streaming.training.trained_weight import MASTER, DueStep, TrainedWeight, prepare_adamw, step_weights
 from bitplan.streaming.transfer.copies import FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
@@ -394,7 +395,7 @@ class HostTraining:
         With several processes it is more than twice the timeout of one, so that the error of the collective, which
         names the late process, comes first.
         """
-        return self._timeout_s if self.processes is None else 2 * self._timeout_s + 2 * ROLL_CALL_S
+        return self._timeout_s if self.processes is None else 2 * self._timeout_s + 2 * ANSWER_WAIT_S
 
     @property
     def is_sharded(self) -> bool:

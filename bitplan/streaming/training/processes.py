@@ -23,7 +23,6 @@ group for its last words, and name it.
 from __future__ import annotations
 
 import json
-import re
 import time
 import traceback
 import zlib
@@ -35,14 +34,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, distributed, nn
 
-from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError, visible
+from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.base.process_status import ProcessStatus
 
 Key = TypeVar("Key")
 SLICE_ALIGNMENT = 256  # numbers: AdamW's vectors and blocks of small moments are whole in every slice
 BUNDLE_BYTES = 2**26  # of gradients that are sent together
-ROLL_CALL_S = 5.0  # how long the others have to say that they are there
 SUBGROUP_WAIT_S = 10.0  # how long others have to open a stream where a smaller group suggests that they will not
-SHOWN_CHARACTERS = 2000  # of another process's message
 DDP_IGNORES = "_ddp_params_and_buffers_to_ignore"  # of a module: names that DistributedDataParallel leaves alone
 
 
@@ -106,8 +104,9 @@ class Processes:
         from torch.distributed.distributed_c10d import _get_default_store
 
         self.rank, self.count = distributed.get_rank(), distributed.get_world_size()
-        self._store = _get_default_store()
-        self._place = f"bitplan.streaming/{self._store.add(f'bitplan.streaming/streams of {self.rank}', 1)}"
+        store = _get_default_store()
+        prefix = f"bitplan.streaming/{store.add(f'bitplan.streaming/streams of {self.rank}', 1)}"
+        self._status = ProcessStatus(store, prefix, self.rank, [f"rank {rank}" for rank in range(self.count)])
         uses_gpu = device.type == "cuda" and "nccl" in distributed.get_backend_config()
         self._device = device if uses_gpu else torch.device("cpu")  # that gradients pass through
         self._words: distributed.ProcessGroup | None = None
@@ -126,8 +125,7 @@ class Processes:
     def agree(self, call: str, step: int, failure: Exception | None, notes: Sequence[int]) -> list[list[int]]:
         """The notes of all processes, by rank; raises in every one where one has failed or is elsewhere."""
         if failure is not None:
-            words = visible(f"{type(failure).__name__}: {failure}", SHOWN_CHARACTERS)
-            self._store.set(self._key(f"failed in {call} {step}"), words)
+            self._status.leave(failure, f"failed in {call} {step}")
         line = torch.tensor([zlib.crc32(call.encode()), step, _kind(failure), *notes])
         lines = [torch.empty_like(line) for _ in range(self.count)]
         self._where = what = f"step {step}: {call}"
@@ -144,7 +142,7 @@ class Processes:
         if failure is not None:
             raise failure
         if failed:
-            words = self._store.get(self._key(f"failed in {call} {step}", failed[0])).decode(errors="replace")
+            words = self._status.message(failed[0], f"failed in {call} {step}")
             kind = BlockNonFiniteError if rows[failed[0]][2] == _NOT_FINITE else TransferError
             raise kind(f"{what}: rank {failed[0]} failed, and no process applies the step: {words}")
         return [row[3:] for row in rows]
@@ -261,8 +259,7 @@ class Processes:
         """Close the connections; an error is left for the others to read."""
         groups, self._words, self._numbers = {self._words, self._numbers}, None, None
         if error is not None and not isinstance(error, PeerLostError):
-            words = visible(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS)
-            self._try_store(lambda: self._store.set(self._key("ended"), words))
+            self._status.leave(error)
         if distributed.is_initialized():
             for group in groups - {None}:
                 distributed.destroy_process_group(group)
@@ -272,50 +269,8 @@ class Processes:
             call()
         except RuntimeError as error:  # what gloo and the store raise when a connection ends or time is up
             traceback.clear_frames(error.__traceback__)  # they hold the group, and what is held stays connected
-            explained = self._explain(error)
+            explained = self._status.explain(error)
             raise PeerLostError(f"{self._where}: rank {self.rank} of {self.count}: {explained}") from None
-
-    def _explain(self, error: RuntimeError) -> str:
-        cause = re.sub(r"^\[\S+\] |\. This is typically.*", "", (str(error).strip().splitlines() or ["?"])[0])
-        ended, silent, is_store_there = self._call_roll()
-        shown = visible(cause, SHOWN_CHARACTERS)
-        if not is_store_there:
-            return f"the store of the process group is gone: what hosts it ended, rank 0 or torchrun ({shown})"
-        if ended:
-            return "; ".join(f"rank {rank} ended with {words}" for rank, words in sorted(ended.items()))
-        if silent:
-            return f"no answer from {', '.join(f'rank {one}' for one in silent)}: it ended, or hangs ({shown})"
-        return f"a connection broke, or took longer than timeout_s: every process answers ({shown})"
-
-    def _call_roll(self) -> tuple[dict[int, str], list[int], bool]:
-        """Last words of processes that ended, processes that give no answer, and whether the store is there to ask."""
-        ended: dict[int, str] = {}
-        silent = [rank for rank in range(self.count) if rank != self.rank]
-        is_there = self._try_store(lambda: self._store.set(self._key("here"), "yes"))
-        until = time.monotonic() + ROLL_CALL_S
-        while is_there and silent and not ended and time.monotonic() < until:
-            is_there = self._try_store(lambda: self._hear(ended, silent))
-            time.sleep(0.05)
-        return ended, silent, is_there
-
-    def _hear(self, ended: dict[int, str], silent: list[int]) -> None:
-        for rank in list(silent):
-            if self._store.check([self._key("ended", rank)]):
-                words = self._store.get(self._key("ended", rank)).decode(errors="replace")
-                ended[rank] = visible(words, SHOWN_CHARACTERS)
-            if rank in ended or self._store.check([self._key("here", rank)]):
-                silent.remove(rank)
-
-    def _key(self, what: str, rank: int | None = None) -> str:
-        return f"{self._place}/{what}/{self.rank if rank is None else rank}"
-
-    def _try_store(self, ask: Callable[[], Any]) -> bool:
-        """False: the store cannot be reached, which is an answer here and not an error."""
-        try:
-            ask()
-        except RuntimeError:
-            return False
-        return True
 
 
 _FAILED, _NOT_FINITE = 1, 2

@@ -2,9 +2,9 @@
 
 Every fit makes a gloo group of its own (histograms lie in main memory, whatever the default backend is) with its own
 time limit. A process that stops early, by an error, by Ctrl-C or because it was killed, closes its connections; that
-ends the step the others wait in, and they close theirs. Then all who are left call the roll in the store of the
-default group: a process that failed has left its message there, and one that died gives no answer. So every process
-says who stopped and in which step, at once if a process died, after the time limit if it hangs.
+ends the step the others wait in, and they close theirs. Then all who are left ask the store of the default group who
+ended (`base.process_status`). So the error of every process names it and the step, at once if a process died, after the
+time limit if it hangs.
 
 Before a step all say how much they bring (for sums once a tree), so that sizes which differ are an error in each of
 them. Arrays are all that is sent; what is not one goes as JSON (`shards.gather_json`), never as a pickle.
@@ -12,8 +12,6 @@ them. Arrays are all that is sent; what is not one goes as JSON (`shards.gather_
 
 from __future__ import annotations
 
-import re
-import time
 import traceback
 import zlib
 from collections.abc import Callable
@@ -25,14 +23,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from bitplan.base.errors import visible
+from bitplan.base.process_status import ProcessStatus
 from bitplan.trees.distributed.agreement import SAME_VERSION
 from bitplan.trees.distributed.shards import Array, ProcessLostError
 from bitplan.trees.gradients import TreesError
 
 MAX_PART_BYTES = 2**36  # of one process in one step: more is a lie, and would be allocated
-SHOWN_CHARACTERS = 2000  # of another process's message
-ROLL_CALL_S = 5.0  # how long the others have to say that they are there
 
 
 @dataclass(frozen=True)
@@ -52,14 +48,17 @@ class Ranks:
         self._meeting = meeting
         if meeting is not None:
             self.rank, self.count, self._store = meeting.rank, len(meeting.names), meeting.store
+            names = [f"rank {rank} (worker {name})" for rank, name in enumerate(meeting.names)]
         else:
             self.rank, self.count, self._store = _default_group()
+            names = [f"rank {rank}" for rank in range(self.count)]
         self.bytes_sent: dict[str, list[int]] = {}
         self.steps = 0
         self._bytes_since = 0
         self._compared: set[str] = set()  # steps whose sizes were compared since the last `sent_for`
         fits = self._store.add(f"bitplan.trees/fits of {self.rank}", 1)  # as many in every process
         self._prefix = f"bitplan.trees/{fits}"
+        self._status = ProcessStatus(self._store, self._prefix, self.rank, names)
         self._group: dist.ProcessGroup | None = None
         limit = timedelta(seconds=timeout_s)
         self._meet("meeting of all processes", lambda: self._join(limit), 0)
@@ -90,8 +89,7 @@ class Ranks:
     def fail(self, error: BaseException) -> None:
         """Leave a message for the others, and end the step they wait in."""
         if not isinstance(error, ProcessLostError):
-            message = visible(f"{type(error).__name__}: {error}", SHOWN_CHARACTERS)
-            self._try_store(lambda: self._store.set(self._key("failed"), message))
+            self._status.leave(error)
         self.close()
 
     def close(self) -> None:
@@ -152,61 +150,9 @@ class Ranks:
         except RuntimeError as error:  # what gloo and the store raise when a connection ends or time is up
             traceback.clear_frames(error.__traceback__)  # they hold the group, and what is held stays connected
             self.close()
-            raise ProcessLostError(self._explain(label, error)) from error
-
-    def _explain(self, label: str, error: RuntimeError) -> str:
-        where = f"distributed fit, rank {self.rank} of {self.count}, in step {label!r}"
-        words = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        cause = visible(re.sub(r"^\[\S+\] |\. This is typically.*", "", words), SHOWN_CHARACTERS)  # gloo's own words
-        failed, silent, is_store_there = self._call_roll()
-        if not is_store_there:
-            host = "rank 0, or torchrun's own process"
-            return f"{where}: the store of the process group is gone too: what hosts it died, {host} ({cause})"
-        if failed:
-            return f"{where}: " + "; ".join(
-                f"{self._name(rank)} stopped with {failed[rank]}" for rank in sorted(failed)
-            )
-        if silent:
-            ranks = ", ".join(map(self._name, silent))
-            return f"{where}: no answer from {ranks}: it died, or hangs; look at its output ({cause})"
-        return (
-            f"{where}: every process answers, so the others stopped waiting for this one or a connection broke; raise "
-            f"timeout_s, or look at the network ({cause})"
-        )
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank}" if self._meeting is None else f"rank {rank} (worker {self._meeting.names[rank]})"
-
-    def _call_roll(self) -> tuple[dict[int, str], list[int], bool]:
-        """Messages of ranks that failed, ranks that give no answer, and whether the store is there to ask."""
-        failed: dict[int, str] = {}
-        silent = [rank for rank in range(self.count) if rank != self.rank]
-        is_reached = self._try_store(lambda: self._store.set(self._key("here"), "yes"))
-        until = time.monotonic() + ROLL_CALL_S
-        while is_reached and silent and not failed and time.monotonic() < until:
-            is_reached = self._try_store(lambda: self._hear(failed, silent))
-            time.sleep(0.05)
-        return failed, silent, is_reached
-
-    def _hear(self, failed: dict[int, str], silent: list[int]) -> None:
-        for rank in list(silent):
-            if self._store.check([self._key("failed", rank)]):
-                message = self._store.get(self._key("failed", rank)).decode(errors="replace")
-                failed[rank] = visible(message, SHOWN_CHARACTERS)
-                silent.remove(rank)
-            elif self._store.check([self._key("here", rank)]):
-                silent.remove(rank)
-
-    def _key(self, label: str, rank: int | None = None) -> str:
-        return f"{self._prefix}/{label}/{self.rank if rank is None else rank}"
-
-    def _try_store(self, ask: Callable[[], Any]) -> bool:
-        """False: the store cannot be reached, which is an answer here and not an error."""
-        try:
-            ask()
-        except RuntimeError:
-            return False
-        return True
+            explained = self._status.explain(error)
+            where = f"distributed fit, rank {self.rank} of {self.count}, in step {label!r}"
+            raise ProcessLostError(f"{where}: {explained}") from error
 
 
 def _default_group() -> tuple[int, int, Any]:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from bitplan.base import process_status
 from bitplan.base.errors import StreamError
 from bitplan.streaming.selective.trainer_callbacks import lightning_callback, trainer_callback
 from bitplan.streaming.stream_blocks import BlockStream
@@ -59,7 +60,7 @@ def in_processes(count: int, jobs: list[tuple[str, dict[str, Any]]], folder: Pat
 
 def _serve(pipe: Any, store: str, rank: int, count: int, jobs: list[tuple[str, dict[str, Any]]]) -> None:
     torch.set_num_threads(1)
-    processes.ROLL_CALL_S = processes.SUBGROUP_WAIT_S = HANGS_S  # jobs that must wait to the end set their own
+    process_status.ANSWER_WAIT_S = processes.SUBGROUP_WAIT_S = HANGS_S  # jobs that must wait to the end set their own
     limit = timedelta(seconds=3 * HANGS_S)  # of torch: in_processes is there first
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=limit)
     for name, options in jobs:
@@ -326,7 +327,7 @@ def lose(rank: int, count: int, *, how: str) -> Result:
     """The last process ends within step 1, by an error or killed; the others see it before their limit."""
     model = make_stack(adapters=False, count=2)
     if how == "killed":
-        processes.ROLL_CALL_S = 0.5  # its last words never come
+        process_status.ANSWER_WAIT_S = 0.5  # it leaves no message
     with streaming(model, train="weights", timeout_s=3 * HANGS_S) as stream:
         for step in range(STEPS):
             with one_step(stream, step):

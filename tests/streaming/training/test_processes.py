@@ -240,7 +240,7 @@ def test_processes_in_other_steps_are_refused(two):
     ("how", "says"),
     [
         ("raises", r"rank 1 ended with ValueError: no such\\nfile"),
-        ("killed", "no answer from rank 1: it ended, or hangs"),
+        ("killed", "no answer from rank 1: it died, or hangs; look at its output"),
     ],
 )
 def test_a_process_that_ends_is_named_by_the_others(how, says, tmp_path):

@@ -107,10 +107,10 @@ def serve(pipe):
     import torch
     import torch.distributed as dist
 
-    from bitplan.trees.distributed import ranks
+    from bitplan.base import process_status
 
     torch.set_num_threads(1)
-    ranks.ROLL_CALL_S = 2.0  # these tests wait for it
+    process_status.ANSWER_WAIT_S = 2.0  # these tests wait for it
     while True:
         where, rank, count, job, arguments = pipe.recv()
         dist.init_process_group("gloo", init_method=where, rank=rank, world_size=count, timeout=timedelta(seconds=60))
