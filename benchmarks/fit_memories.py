@@ -27,6 +27,7 @@ models that lie on the GPU as a whole, in one format each.
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
 import json
 import statistics
@@ -109,7 +110,7 @@ def on_meta(config: Any) -> Any:
     import transformers
 
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        return transformers.LlamaForCausalLM(copy.deepcopy(config)).to(torch.bfloat16).eval()
 
 
 def squared_error(fmt: str, device: torch.device) -> float:

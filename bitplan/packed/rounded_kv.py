@@ -32,7 +32,7 @@ class _GiveCache:
 
         cache, asked = kwargs.get("past_key_values"), kwargs.get("use_cache")
         stores = bool(getattr(model.config, "use_cache", True) if asked is None else asked)
-        joined = self.attention is not None
+        joined = self.attention is not None and _attention(model) != self.attention  # another may share the config
         if cache is None:
             kwargs["past_key_values"] = KVCache(model.config, self.formats, stores=stores, joined=joined)
         elif not isinstance(cache, Cache):
@@ -63,22 +63,26 @@ def round_kv(model: nn.Module, formats: KVFormats | str | None) -> None:
         model.register_forward_pre_hook(_GiveCache(parsed, _join_attention(model)), with_kwargs=True)
 
 
+def _attention(model: Any) -> str | None:
+    return getattr(model.config, "_attn_implementation", None)
+
+
 def _join_attention(model: Any) -> str | None:
     """Give a model on a GPU the attention that reads codes; gives the name of its own, None where it keeps that."""
-    attention = getattr(model.config, "_attn_implementation", None)
     device = next((one.device for one in (*model.parameters(), *model.buffers())), None)
-    if (
-        device is None
-        or device.type != "cuda"
-        or attention != "sdpa"
-        or not getattr(model, "_supports_attention_backend", False)
-    ):
+    if device is None or device.type != "cuda" or not getattr(model, "_supports_attention_backend", False):
         return None
-    from bitplan.packed import kv_attention
+    return _set_attention(model)
 
+
+def _set_attention(model: Any) -> str | None:
+    from bitplan.packed import kv_attention  # which needs Triton
+
+    if _attention(model) not in ("sdpa", kv_attention.ATTENTION):  # the latter: by a model that shares the config
+        return None
     kv_attention.register()
     model.set_attn_implementation(kv_attention.ATTENTION)
-    return str(attention)
+    return "sdpa"
 
 
 def kv_of(model: nn.Module) -> KVFormats | None:

@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from bitplan.formats import get_format  # noqa: E402
 from bitplan.packed import kv_attention, rounded_kv  # noqa: E402
 from bitplan.packed.kv_attention import JoinedRows, SharedCount, can_join, encode_rows  # noqa: E402
-from bitplan.packed.kv_cache import KVCache  # noqa: E402
+from bitplan.packed.kv_cache import KVCache, _JoinedLayer  # noqa: E402
 from bitplan.packed.rounded_kv import round_kv  # noqa: E402
 from tests.packed.test_kv_cache import IDS, tiny  # noqa: E402
 from tests.processes import compile_with_triton  # noqa: E402
@@ -91,13 +91,7 @@ def test_what_the_kernels_cannot_read_is_not_joined() -> None:
 @pytest.fixture
 def joins(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU: the kernels run in Triton's interpreter."""
-    kv_attention.register()
-
-    def join(model: Any) -> str:
-        model.set_attn_implementation(kv_attention.ATTENTION)
-        return "sdpa"
-
-    monkeypatch.setattr(rounded_kv, "_join_attention", join)
+    monkeypatch.setattr(rounded_kv, "_join_attention", rounded_kv._set_attention)
 
 
 @pytest.mark.parametrize("formats", ["int8", "fp8:int4", "keep:int8"])
@@ -117,6 +111,23 @@ def test_a_model_makes_the_tokens_that_it_makes_without(kind: str, formats: str)
     assert model.config._attn_implementation == "sdpa"
     torch.testing.assert_close(torch.stack(made.logits), torch.stack(plain.logits), rtol=1e-3, atol=1e-4)
     assert torch.equal(made.sequences, plain.sequences)
+
+
+@pytest.mark.usefixtures("joins")
+def test_models_that_share_a_config_read_codes_each_and_decode_where_another_ends_it() -> None:
+    first = tiny()
+    second = type(first)(first.config).eval()
+    inputs: dict[str, Any] = {"attention_mask": torch.ones_like(IDS), "use_cache": True}
+    round_kv(first, "int8")
+    round_kv(second, "int8")
+    with torch.inference_mode():
+        codes = second(IDS, **inputs)
+    assert all(isinstance(layer, _JoinedLayer) for layer in codes.past_key_values.layers)
+    round_kv(first, None)
+    with torch.inference_mode():
+        decoded_again = second(IDS, **inputs)
+    torch.testing.assert_close(decoded_again.logits, codes.logits, rtol=1e-3, atol=1e-4)
+    assert not any(isinstance(layer, _JoinedLayer) for layer in decoded_again.past_key_values.layers)
 
 
 @pytest.mark.usefixtures("joins")
