@@ -16,11 +16,11 @@ import numpy as np
 from bitplan.trees.checks import number
 from bitplan.trees.distributed.shards import gather_json
 from bitplan.trees.estimator_base import FitOptions
-from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 from bitplan.trees.gradients import TreesError
 
 if TYPE_CHECKING:
     from bitplan.trees.distributed.ranks import Ranks
+    from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ def fit_distributed(
     `eval_metric` gets the watched rows of all, `callbacks` run in each process: True from one ends the fit. If a
     process fails, dies, or makes the others wait longer than `timeout_s`, all stop with a `ProcessLostError`.
     """
+    from bitplan.trees.estimators import BoostedTreesClassifier, BoostedTreesRegressor
+
     if not isinstance(model, (BoostedTreesClassifier, BoostedTreesRegressor)):
         raise TreesError(
             f"model: expected a BoostedTreesClassifier or BoostedTreesRegressor, got {type(model).__name__}"
