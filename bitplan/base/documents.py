@@ -142,7 +142,7 @@ class Reader:
         return value
 
     def fields_of(self, dataclass_type: type, path: str, value: Any, *, every: bool = False) -> dict[str, Any]:
-        """The object at `path`, checked by the fields of a dataclass that `document_key` made.
+        """The keys and values of the object at `path`, checked by the fields that `document_key` gave a dataclass.
 
         Fields without a default must be there; with `every`, all fields.
         """

@@ -110,7 +110,7 @@ def unfinished(path: Path) -> Path:
 
 
 def finish_folder(path: Path, goes: Collection[str]) -> None:
-    """Let `unfinished(path)`, which is complete, replace a folder's files of its own names and of those in `goes`."""
+    """Put files of `unfinished(path)`, which is complete, in place of those of their names and those in `goes`."""
     target = Path(os.path.realpath(path))
     done, old = unfinished(target), partial_name(target)
     replace_folder(done, target, lambda *_: goes)

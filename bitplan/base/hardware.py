@@ -61,7 +61,7 @@ def free_memory() -> int:
 
 
 def give_back_memory() -> None:
-    """Give the system what was freed: glibc keeps it, 40 MB of finding bins or of loading a model, beside all later."""
+    """Return freed memory to the system: glibc would keep it, 40 MB after finding bins or loading a model."""
     if sys.platform.startswith("linux"):
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:

@@ -80,7 +80,7 @@ class Peers:
 
 @dataclass(frozen=True)
 class Timed:
-    """The result of one arm. `in_turns`: sample i was taken next to sample i of every other arm in turns."""
+    """The samples of a timed variant, or why it failed. `in_turns`: all variants' samples i were taken in turn."""
 
     status: str
     samples_ms: tuple[float, ...] = ()
@@ -176,7 +176,7 @@ class _Run:
         marks.append((begin, self.stopwatch.mark()))
 
     def read(self, arms: Mapping[str, Arm], marks: Mapping[str, list[tuple[Any, Any]]], calls: int) -> dict[str, Timed]:
-        """The samples of the arms that did not fail, after waiting for the device."""
+        """Wait for the device, then return the samples of every variant, and the message of those that failed."""
         for name in list(self.ready):
             self.attempt(name, self.stopwatch.wait)
         samples_ms = {}

@@ -128,7 +128,7 @@ def proven_otherwise(plan: Path) -> str | None:
 
 
 def has_formats_of(plan: Plan, other: Plan) -> bool:
-    """Whether a plan gives every weight and input the format that another does; what stays may be in other types."""
+    """Whether a plan has the formats of `other` for weights and inputs; unpacked tensors may have other types."""
     packed = {name: entry.choice.shown for name, entry in other.entries.items() if entry.stored is None}
     return all(name in plan and plan[name].shown == shown for name, shown in packed.items())
 
@@ -205,7 +205,7 @@ def written_plan(plan: Plan, written: Mapping[str, tuple[str | None, str]], tied
 
 
 def part_seals(count: int) -> list[str]:
-    """Make what stands in the first part's certificate until the hashes of the other parts are known."""
+    """Placeholders in the first part's certificate, one for each other part, which the parts' hashes replace later."""
     return [f"sha256-of-part-{number:05d}".ljust(64, "=") for number in range(2, count + 1)]
 
 
@@ -429,7 +429,7 @@ def _measured(search: Mapping[str, Any] | None) -> list[str]:
 
 
 def _fields_of(card: Path) -> list[str]:
-    """The lines of a model's own card that hold for what was made of it, as they are there."""
+    """The lines of a model's own card (license, language, ...) that also hold for a model made of it, unchanged."""
     if not card.is_file():
         return []
     lines = read_bytes(card, noun="model card").decode(errors="replace").splitlines()

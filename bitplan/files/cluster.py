@@ -35,7 +35,7 @@ AHEAD = 2  # tasks that wait for each thread: their answers lie in workers
 
 
 class Maker(Protocol):
-    """What each thread of a worker prepares once: it has `files` open, and `make` turns a job into its result."""
+    """What each thread of a worker makes once: it has `files` open, and `make` turns a job into its result."""
 
     @property
     def files(self) -> Sequence[Path]: ...
@@ -46,7 +46,7 @@ class Maker(Protocol):
 
 
 class Stored(Protocol):
-    """A tensor in a file of a worker."""
+    """A tensor that lies in a file of the worker that computed it; `read` gives its numbers."""
 
     def read(self) -> Tensor: ...
 
@@ -91,7 +91,7 @@ class Cluster(Closing):
         return sum(self._client.nthreads().values())
 
     def map(self, prepare: Callable[[], Maker], jobs: Iterable[Job]) -> Iterator[Any]:
-        """Run the jobs on the workers and yield their results, in order; each thread of a worker prepares one maker.
+        """Run jobs on the workers and yield results in order; each thread of a worker calls `prepare` once.
 
         `prepare` and the jobs are sent as they are pickled; tensors come back in any type of torch's.
         """
@@ -283,7 +283,7 @@ def sent(result: Any) -> Any:
 
 
 def received(answer: Any) -> Any:
-    """The answer with its tensors again; tuples have become lists."""
+    """The inverse of `sent`: an answer with tensors again in place of arrays of bytes; tuples come back as lists."""
     import torch
 
     from bitplan.formats.encoded import Encoded

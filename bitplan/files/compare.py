@@ -126,7 +126,7 @@ def compare_models(a: Weights, b: Weights) -> Comparison:
 
 @dataclass(frozen=True)
 class _Effective:
-    """The weights of one side by all their names; `counted` leaves out second names of the same numbers."""
+    """One of two compared models: its weights under all their names; `counted` has one name of each tensor."""
 
     weights: Mapping[str, ReadableTensor]
     counted: frozenset[str]

@@ -67,7 +67,7 @@ class _Count:
     first: int = 0
 
     def add(self, flags: Tensor, positions: Tensor) -> None:
-        """Add flags or counts of some blocks, whose indices among all blocks are `places`."""
+        """Count the flags that are set; `positions` are the indices of these blocks among all blocks of the tensor."""
         count = int(flags.sum())
         if count and not self.count:
             self.first = int(positions[(flags.reshape(-1) != 0).int().argmax()])
@@ -109,7 +109,7 @@ def _is_sound(encoded: Encoded) -> bool:
 
 
 def _suspects(encoded: Encoded) -> Tensor:
-    """The blocks whose codes must be counted: by their scales, or all where some code stands for no number."""
+    """Indices of blocks whose codes must be counted: their scale is at an end of its range, or codes are undefined."""
     assert encoded.scales is not None
     flags = scales_at_an_end(encoded.fmt, encoded.scales.reshape(-1), encoded.base) | any_undefined_code(encoded)
     by_rows = encoded.fmt.block.rows == 1

@@ -66,7 +66,7 @@ def describe_tensors(specs: Sequence[TensorSpec], folder: Path, example: Any = N
 
 
 def _with_files(view: ModelView, named: ModelView, specs: Iterable[TensorSpec]) -> Iterable[TensorRecord]:
-    """The file's tensors, with what was seen of those that the model has under the same name."""
+    """A record for every tensor of the file: as the run showed it under that name, else as `named` guesses it."""
     for spec in specs:
         record = view.by_name.get(spec.name)
         if record is None:

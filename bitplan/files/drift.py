@@ -223,7 +223,7 @@ def _drift(master: _Master, tensor: PackedTensor, name: str, step: int, on_bytes
 
 
 class _Master:
-    """A master tensor, read in the steps of its packed version: by rows if the file allows it, else whole."""
+    """A master tensor, read beside its packed version: by rows where the file allows it, else as a whole."""
 
     def __init__(self, file: TensorFile, name: str, steps: int, transposed: bool) -> None:
         spec = file.spec(name)

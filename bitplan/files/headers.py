@@ -33,7 +33,7 @@ def is_gguf(path: str | Path) -> bool:
 
 
 def plan_of_stored(file: TensorFile, names: Sequence[str] | None = None) -> Plan:
-    """Every tensor of a file, or some of them, as it is."""
+    """A plan that leaves every tensor of a file, or those in `names`, in the format that it has there."""
     listed = (*file.specs, *file.tied) if names is None else names
     return choose_formats({name: file.spec(name) for name in listed}, {}, where=str(file.path))
 

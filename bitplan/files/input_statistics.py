@@ -80,7 +80,7 @@ class EvidenceFile:
         return self._read(name, HESSIAN)
 
     def outputs(self, name: str) -> Tensor | None:
-        """[N, N] of the weight itself: layers that read one input have outputs of their own. None of too few tokens."""
+        """Second moments [N, N] of the loss's gradients by a weight's outputs; None where tokens are too few."""
         if not self.has_outputs(name):
             return None
         tokens, count = self.metadata.get(GRADIENT_TOKENS, ""), self._file.tensors[name + OUTPUTS].shape[0]
@@ -96,7 +96,7 @@ class EvidenceFile:
         return self.metadata.get(WEIGHTS + name)
 
     def columns(self, name: str) -> int:
-        """How many columns a weight has that the statistics of NAME are for."""
+        """How many columns (inputs) the weight `name` had when its statistics were gathered."""
         owner = self._shared.get(name, name)
         key = owner + (HESSIAN if owner + HESSIAN in self._file.tensors else MOMENTS)
         return self._file.tensors[key].shape[-1]
@@ -137,7 +137,7 @@ class EvidenceFile:
 
 
 def _owners(keys: Iterable[str]) -> set[str]:
-    """The weights whose own inputs' statistics are there."""
+    """Names of the weights under which the file has statistics of inputs, from its tensors' names."""
     return {key.removesuffix(MOMENTS).removesuffix(HESSIAN) for key in keys if not key.endswith(OUTPUTS)}
 
 

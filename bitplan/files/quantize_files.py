@@ -87,7 +87,7 @@ class QuantizeReport:
 
     @property
     def unseen(self) -> list[str]:
-        """Tensors that were encoded without statistics, where evidence was given."""
+        """Names of tensors that were encoded without statistics, although the call had some for other tensors."""
         return [row["name"] for row in self.rows if row.get("rounding") == NO_STATISTICS]
 
     @property
@@ -382,7 +382,7 @@ class Quantization(Closing):
         return FolderContents(self._same_shards(file))
 
     def _same_shards(self, file: NativeTensors) -> list[Shard]:
-        """Divide the tensors into the same shards as in the source."""
+        """Divide the output's tensors into files as the source's are divided."""
         names: dict[Path, list[str]] = {shard: [] for shard in file.shards}
         tied: dict[Path, dict[str, str]] = {shard: {} for shard in file.shards}
         for name in file.specs:
@@ -402,7 +402,7 @@ class Quantization(Closing):
     # ---- the plan of a folder that runs ------------------------------------------------------------------------------
 
     def _runnable(self, plan: Plan) -> Plan:
-        """The plan for a model's folder: what no packed layer holds stays, and experts have a format that one holds."""
+        """The plan with tensors unpacked that no packed layer holds, and experts in formats that layers hold."""
         file, changed = self._file, dict(plan.entries)
         packed = [name for name in file.specs if is_packed_by(plan, name)]
         if unpacked := without_packed_layer(packed, read_config(file.folder)):

@@ -210,7 +210,7 @@ def _base_of_all(numbers: Tensor, fmt: Format, pad: Literal["zero"] | None, wher
 
 
 def _stacked(items: Sequence[Encoded]) -> Encoded:
-    """The experts of a layer as one tensor."""
+    """Join the encodings of a layer's experts into that of one tensor [experts, ...]."""
     import torch
 
     from bitplan.formats import Encoded

@@ -214,7 +214,7 @@ def _is_installed(library: str) -> bool:
 
 @functools.cache
 def _twins(device: str) -> ModuleType:
-    """The module with the twins of a device; importing it loads its compiler."""
+    """Import the module of compiled implementations for a device; this loads numba or Triton."""
     return importlib.import_module(_MODULES[device][1])
 
 

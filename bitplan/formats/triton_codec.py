@@ -89,7 +89,7 @@ def decode_nibble_groups(
 
 
 def decode_launch(encoded: Encoded, dtype: torch.dtype) -> PreparedLaunch:
-    """The launch that decodes this matrix, or another of its format and shape: of codes, scales, base, output.
+    """The launch that decodes matrices of this format and shape; it takes codes, scales, base and output.
 
     The base is a pointer of kernels for nibbles alone, and is that of the scales where the format has none.
     """

@@ -77,7 +77,7 @@ def put_decided(
 
 
 def _watch(model: nn.Module, layers: Sequence[LayerDecision], joined: Mapping[str, str]) -> None:
-    """One watch for all dense FP8 layers of a part, which see the same tokens, on the first of them."""
+    """Attach a TokenWatch to the first FP8 layer of each part of a model: its dense layers see the same tokens."""
     by_part: dict[str, list[LayerDecision]] = {}
     for layer in layers:
         by_part.setdefault(layer.site.part, []).append(layer)
@@ -91,7 +91,7 @@ def _watch(model: nn.Module, layers: Sequence[LayerDecision], joined: Mapping[st
 
 
 class TokenWatch:
-    """A forward hook that compares token counts with the band a plan holds for; None: no upper end."""
+    """A forward hook that warns once when a token count lies outside the range that the plan was made for."""
 
     def __init__(self, path: str, lowest: int, highest: int | None, planned: int) -> None:
         self.path, self.lowest, self.highest, self.planned = path, lowest, highest, planned

@@ -108,7 +108,7 @@ class LayerDecision:
 
 @dataclass(frozen=True)
 class DecidedLayers:
-    """What every layer shall become, in the order of the model; `runs` False where the machine has no FP8."""
+    """The decision on every layer, in the model's order; `runs` is False where this machine has no FP8."""
 
     layers: tuple[LayerDecision, ...]
     notes: tuple[str, ...]
@@ -267,7 +267,7 @@ class Confirmed:
 
 @dataclass(frozen=True)
 class Compared:
-    """A block in FP8 beside its BF16 self, on random inputs: how far apart what they add to their input is, by norms.
+    """A block in FP8 and in BF16 on random inputs: the norm of their difference over that of what BF16 adds.
 
     `kept`: "all" of FP8, "apart" (norms and activations stay the model's own code) or "bf16", beyond the bound.
     """

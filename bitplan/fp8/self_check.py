@@ -44,7 +44,7 @@ class _NotComparedError(Fp8Error):
 
 
 def make_of(block: str, members: Sequence[LayerDecision]) -> tuple[object, ...]:
-    """A key of a block's layers and what they become: of blocks with equal keys only one need be tried."""
+    """A key for a kind of block: its layers and what becomes of them. Of blocks with equal keys one stands for all."""
     inner = [member.within(block) for member in members]
     return tuple((one.site.path, one.site.shape, one.site.norm, one.choice.products, one.joins) for one in inner)
 
@@ -63,7 +63,7 @@ def built_block(plain: nn.Module, path: str, members: Sequence[LayerDecision], m
 def compare_blocks(
     model: nn.Module, sites: Sites, decided: Sequence[LayerDecision]
 ) -> tuple[tuple[LayerDecision, ...], tuple[Compared, ...]]:
-    """Run one block of each make in FP8 and in BF16, and take back decisions where the results differ too much.
+    """Run one block of each kind in FP8 and in BF16, and take back decisions where the results differ too much.
 
     Returned are the decisions, in the order of `decided`, and one comparison for each make of block.
     """

@@ -69,7 +69,7 @@ from bitplan.plan.structure.parameters import NamedParameter, named_parameters_o
 def meeting_faults(
     parameters: Mapping[str, NamedParameter], casts: Mapping[int, torch.dtype], packed: set[int], plan: Plan
 ) -> list[str]:
-    """The clashes of a forward after the plan. `casts` and `packed` hold ids of parameters."""
+    """Sentences on layers that would get inputs of another type than their weights. `casts`, `packed`: by id."""
 
     def after(tensor: Tensor) -> torch.dtype:
         return casts.get(id(tensor), tensor.dtype)
@@ -317,7 +317,7 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class _PackDecision:
-    """Layers that share a weight, to become packed layers that share a packed one."""
+    """A weight that will be packed in format `fmt`: its Parameter under every name, for several layers may share it."""
 
     parameters: tuple[NamedParameter, ...]
     fmt: Format
@@ -649,7 +649,7 @@ def _skeleton(model: Any, path: str) -> nn.Module:
 
 
 def _fill(plain: Any, layer: nn.Module, dtype: torch.dtype, numbers: dict[int, nn.Parameter]) -> None:
-    """Decoded weights, each once however many layers share it, and the layer's own biases."""
+    """Give the plain layer the packed one's weights, decoded once even if layers share them, and its biases."""
     for local, weight in layer.named_children():
         if not isinstance(weight, PackedWeight):
             continue

@@ -44,7 +44,7 @@ _TensorGuards: Any = guards.TensorGuards
 
 @dataclass(slots=True)
 class BoundCall:
-    """A product of one layer.
+    """Prepared calls of one layer's product, for inputs of one shape.
 
     run      the product, as long as the layer does not change
     product  the same of a contiguous float32 input, without a look at anything; None where it has no such form
@@ -65,7 +65,7 @@ class BoundCall:
 
 
 def bound_call(call: Bound, shape: tuple[int, ...], layer: Layer, picked: Pick) -> BoundCall:
-    """A call in which everything but the input is fixed."""
+    """Prepare a call with everything but the input fixed; it returns None once the layer's weight has changed."""
     weight, bias = layer.weight, layer.bias
     changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
     present = tuple((name, part) for name, part in buffers.items() if part is not None)
@@ -168,5 +168,5 @@ def addresses_of(weight: PackedWeight) -> Addresses:
 
 
 def reads_bytes_alone(weight: PackedWeight) -> bool:
-    """Whether the CPU's products read nothing but a weight's bytes where they lie: a base is in their constants."""
+    """Whether a CPU product reads only the weight's bytes in place: it has no base, which would be a constant."""
     return all(name != "base" and part.is_contiguous() for name, part in weight._buffers.items() if part is not None)

@@ -51,7 +51,7 @@ class ExpertGroups:
 
 
 class Routes:
-    """Which expert each pair goes to, in the form that each of the two ways needs; made when first asked for."""
+    """Which expert each pair (token, slot) goes to: ids for the fused kernel, sorted groups for the loop."""
 
     def __init__(self, expert_ids: Tensor, experts: int, where: str) -> None:
         self.expert_ids = expert_ids.long()
@@ -149,7 +149,7 @@ class ExpertMatrices:
 
 
 class _Stack(NamedTuple):
-    """What a TileCache needs of a weight, as one matrix: the experts one below the other."""
+    """A stack of experts as a TileCache takes a weight: one matrix, the experts one below the other."""
 
     token: int
     state: State

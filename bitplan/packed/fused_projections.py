@@ -120,7 +120,7 @@ def _is_set_alike(layers: Sequence[QuantLinear]) -> bool:
 
 
 class JointProjection:
-    """What joined layers share, as their `joint`. It is made anew when one of their weights changes."""
+    """Layers multiplied as one product: each has this object as `joint`. A change of weights makes it anew."""
 
     def __init__(self, layers: Sequence[QuantLinear], name: str) -> None:
         self.layers, self.name = list(layers), name
@@ -143,7 +143,7 @@ class JointProjection:
         self._unclaimed = 0
 
     def drop(self, token: int) -> None:
-        """Forget everything, because a weight or a layer's settings (token 0) changed; the next call makes it anew.
+        """Forget the joined weight: a weight or a layer's settings (token 0) changed. The next call joins again.
 
         Weights that were replaced say so when they are freed, which may be much later, while a graph of the new ones
         is compiled: that changes nothing here.

@@ -94,7 +94,7 @@ def _lower_gradient(grad: Any, *weight: Any) -> Any:
 
 
 def _fixed_way(x: Any, ways: str, *, rounds: bool) -> ProductWay | None:
-    """How it runs; None where the size of x is not known, or x is rounded first."""
+    """How the product of x runs (kernel or decoding); None where x has no fixed size, or is rounded first."""
     if any(getattr(size, "free_symbols", ()) for size in x.get_size()):
         return None
     way = way_at(ways, int(x.get_size()[0]))
@@ -133,7 +133,7 @@ def _numbers(
 
 
 def _with_rounded_input(x: Tensor, bias: Tensor | None, *weight: Any) -> Any:
-    """The product in operations that the compiler sees through; NotImplemented where there is nothing to round."""
+    """The product with its input rounded by plain operations that compile; NotImplemented without rounding."""
     data, scales, *_, name, outputs, ways, _, _ = weight
     way = way_at(ways, x.shape[0]) if isinstance(x.shape[0], int) and x.shape[0] else None
     if way is None or way.input is None or not _is_on_gpu(x.device):

@@ -35,7 +35,7 @@ from transformers.cache_utils import (  # noqa: E402
 
 
 class _PackedLayer(DynamicLayer):  # type: ignore[misc]
-    """A layer of full attention.
+    """The cache of one layer of full attention, with keys and values in formats.
 
     stores   False: rows are rounded and given back, and none is kept, for one pass over a whole text
     """

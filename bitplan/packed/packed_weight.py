@@ -47,7 +47,7 @@ class Listener(Protocol):
 
 
 class _ReadAsNumbersError(StoreError, AttributeError):
-    """Code of a model computes with a packed weight; an AttributeError too, so that `hasattr` says no."""
+    """A model's code used a packed weight as a tensor. It is an AttributeError too, so that `hasattr` says no."""
 
     def __init__(self, called: str, weight: PackedWeight | None) -> None:
         shown = "a packed weight" if weight is None else f"a weight of shape {weight.shape} in {weight.fmt.name}"
@@ -335,7 +335,7 @@ def _like(flat: Tensor, tensor: Tensor) -> Tensor:
 
 
 def wait_in_host(weight: PackedWeight, device: torch.device) -> PackedWeight:
-    """Let a weight lie in the host's memory, for products on a device; gives the weight."""
+    """Move a weight to pinned memory of the host, which the device reads in each product; returns the weight."""
     _hold(weight, {name: addressed(part, device) for name, part in weight._buffers.items() if part is not None})
     return weight
 

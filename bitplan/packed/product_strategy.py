@@ -238,7 +238,7 @@ def _why_not_fused(fused: FusedMatmul | None, weight: PackedWeight, dtype: torch
 
 
 class ProductWay(NamedTuple):
-    """A strategy, the launch of its kernel where one was chosen, and the format of inputs, if they are rounded."""
+    """How a product runs: the strategy, the kernel's launch if one was chosen, and the format of rounded inputs."""
 
     strategy: str
     launch: Launch | None = None
@@ -246,7 +246,7 @@ class ProductWay(NamedTuple):
 
 
 def text_of(picks: Iterable[tuple[int | None, Pick]], input: str | None = None) -> str:
-    """Text of picks, each with the most rows it is for, in rising order; the last pick is for any more (None)."""
+    """Write picks as a text for compiled graphs: (most rows, pick) in rising order, None for any number."""
     parts = []
     for rows, picked in picks:
         launch = f" input={input}" if input else ""
@@ -256,7 +256,7 @@ def text_of(picks: Iterable[tuple[int | None, Pick]], input: str | None = None) 
 
 
 def way_at(text: str, rows: int) -> ProductWay:
-    """The way that a text of picks has for this many rows."""
+    """Read from a text that `text_of` wrote how a product of this many rows runs."""
     for most, way in _read(text):
         if most is None or rows <= most:
             return way

@@ -75,7 +75,7 @@ _WEIGHT = (
 
 
 def _numbers(arguments: tuple[Any, ...], shape: tuple[int, ...], way: ProductWay) -> tuple[Encoded, Any]:
-    """The packed stack, and a function that gives an expert's numbers."""
+    """The packed stack as an Encoded, and a function (index, dtype) that gives one expert's numbers."""
     data, scales, base, _, _, _, expanded, name, _, _, _, weight, cache = arguments
     encoded = Encoded(get_format(name), shape, data, scales, base)
     if way.strategy == "eager" and expanded is not None:
@@ -338,7 +338,7 @@ class QuantExperts(nn.Module):
         return pairs
 
     def settle(self, dtype: torch.dtype) -> str:
-        """The ways of a graph for any number of rows; prepares what they read. Runs outside of the graph."""
+        """Choose how a graph's products run, for any number of rows, and prepare what they read; as text."""
         most = self.most_fused_rows * self.experts
         counts = (most, None) if self.strategy == "auto" else (None,)
         picks = [(count, self.explain(most + 1 if count is None else count, dtype)) for count in counts]

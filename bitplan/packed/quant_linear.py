@@ -285,7 +285,7 @@ class QuantLinear(nn.Module):
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def settle(self, rows: int | None, dtype: torch.dtype) -> str:
-        """The ways of a graph for `rows` rows, or any number if None; puts all that they read into `self.graph`.
+        """Choose how a graph's product of `rows` rows (None: any) runs, as text; fills `self.graph` for it.
 
         It runs while a graph is traced, and is not part of the graph.
         """
@@ -437,7 +437,7 @@ class QuantLinear(nn.Module):
             raise LayerError(f"{self.name}: the input lies on {x.device}, the weight on {device}; move one")
 
     def _pick(self, rows: int, dtype: torch.dtype, *, measure: bool = False) -> Pick:
-        """The pick of `choose`, decided once for every power of two of rows, as crossovers are measured."""
+        """What `choose` picks for so many rows; decided once for each power of two, as times are measured."""
         weight, cache, strategy = self.weight, self.cache, self.strategy
         bucket = 1 << max(0, rows - 1).bit_length()
         is_kept = strategy in ("auto", "fused") and type(weight.data) is Tensor and not is_capturing(weight.device)

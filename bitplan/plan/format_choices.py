@@ -164,7 +164,7 @@ def give_inputs(plan: Plan, inputs: Inputs, where: str) -> Plan:
 
 
 def refuse_inputs_of_experts(plan: Plan, where: str) -> None:
-    """Packed experts have no products that round their inputs."""
+    """Raise where a plan rounds the inputs of experts' products: packed layers of experts cannot."""
     for name, fmt in plan.inputs.items():
         shape = plan.entries[name].shape
         if split_expert(name) is not None or (shape is not None and len(shape) != 2):
@@ -216,7 +216,7 @@ def _by_patterns(
 
 
 def _keep_tensors(plan: Plan, tensors: Mapping[str, TensorSpec], stays: _Kept, pad: bool) -> Plan:
-    """The plan, except that tensors stay which `keep` names, `only` does not name, or which are no floats."""
+    """The plan without packing of tensors that `keep` names, that `only` does not name, or that hold no floats."""
     entries = dict(plan.entries)
     for name, entry in plan.entries.items():
         reason = stays.why(name)

@@ -124,7 +124,7 @@ def _rules_of_thresholds(policy: _Fields) -> Iterable[_Fields]:
 
 
 def _add_product(entries: dict[str, Planned], key: str, recipe: str, point: _Fields) -> None:
-    """A layer at a token count; of several recipes that win the fastest is taken."""
+    """Add a product at one token count to the entries; where several recipes win, the fastest stays."""
     tokens, answer = point.whole("tokens"), point.text("answer")
     figures = {key: point.number(key) for key in ("speedup", "low", "high", "samples") if key in point}
     between = f", between {figures['low']:.3f} and {figures['high']:.3f}" if "low" in figures else ""

@@ -49,7 +49,7 @@ def one_by_one(
 
 
 def told(record: Record, sentence: object) -> Markup:
-    """A sentence of the summary, with the file that it comes from."""
+    """A sentence for the page's summary, followed by the name of the file that it comes from."""
     return join([sentence, " (", tag("code", record.name), ")"])
 
 

@@ -189,7 +189,7 @@ def _memory_axis(values: Sequence[float]) -> Axis:
 
 
 def _lines(points: Sequence[RecordFields], by: str, goal: float) -> list[tuple[float, list[RecordFields]]]:
-    """Points by the value that they have in common: all contexts, of memories those around the goal's."""
+    """Points of a chart grouped by `by`, "memory" or "context"; of many memories three around the goal's."""
     groups: dict[float, list[RecordFields]] = {}
     for point in points:
         groups.setdefault(point.number(by), []).append(point)
@@ -210,7 +210,7 @@ def _colours(lines: Sequence[tuple[float, object]], goal: float) -> list[str]:
 
 
 def _measured(result: RecordFields) -> list[tuple[RecordFields, RecordFields]]:
-    """The goal of every measured plan, and the plan: of this fit, and the plans of earlier ones for this target."""
+    """Pairs (goal, plan) of measured plans: of this fit, and of earlier ones for its batch, device and target."""
     own_rows = [(result.fields("goal"), row) for row in result.each("measured")]
     earlier = chain.from_iterable([(one.fields("goal"), one.fields("plan"))] for one in _earlier(result))
     same = ("batch", "device", "target")

@@ -214,7 +214,7 @@ RECORDS = {
 
 
 def run_section(records: Sequence[Record]) -> Section | None:
-    """None where the records decide one kind of part, or none."""
+    """A section on all parts of a run (weights, products, transfers); None where records are of one kind of part."""
     if len({RECORDS[record.kind] for record in records}) < 2:
         return None
     weights = [item for record in records if record.kind == "plan" for item in read_plan(record)]

@@ -29,7 +29,7 @@ LEFT, TOP, BOTTOM = 118, 8, 40
 
 
 class Seen(NamedTuple):
-    """A block at an update."""
+    """Precision, sensitivity and reason of one block at one update."""
 
     precision: str
     sensitivity: float | None

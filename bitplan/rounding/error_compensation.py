@@ -36,7 +36,7 @@ GREATER_DAMPING = 10.0
 
 @dataclass(frozen=True)
 class Codes:
-    """Codes [R, filled], kept as the numbers that they stand for, with their scales [strips, across]."""
+    """A rounded matrix: codes [R, filled] as the numbers they stand for, unscaled, and scales [strips, across]."""
 
     codes: Tensor
     scales: Tensor
@@ -157,7 +157,7 @@ def check_statistics(statistics: Tensor, shape: tuple[int, ...], what: str, name
 
 
 def compensate(matrix: Tensor, by: OrderedFactor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Codes:
-    """Round [R, filled] numbers in the order of `by`; `plain` are the scales that `encode` gives."""
+    """Round [R, filled] block by block in the order of `by`, later columns make up for errors. `plain`: first scales."""
     if _takes_batches(matrix, layout, ladder):
         return _compensate_batches(matrix, by, plain, layout, ladder)
     factor, blocks, at = by.factor, by.blocks, by.columns
@@ -216,7 +216,7 @@ def _batches(cols: int, width: int) -> list[tuple[int, int, list[tuple[int, tupl
 def sweep(
     matrix: Tensor, hessian: Tensor, before: Codes, layout: ScaledBlocks, ladder: ScaleLadder, sweeps: int
 ) -> Codes:
-    """Codes and scales that are each the best while all others stay; the error never grows."""
+    """Improve codes and scales in turns, each to its best value while all others stay fixed; the error never grows."""
     codes, scales, loops = before.codes.clone(), before.scales.clone(), loops_for(matrix)
     narrow = layout.width <= BATCH
     gradient = (matrix - before.values(layout)) @ hessian

@@ -157,7 +157,7 @@ def with_rows_of(encoded: Encoded, other: Encoded, layout: ScaledBlocks, strips:
 
 
 def rows_of(encoded: Encoded, layout: ScaledBlocks, rows: Tensor) -> Encoded:
-    """Some rows of a matrix whose rows share no scale."""
+    """An encoding of some rows of an encoded matrix, whose rows must share no scale."""
     fmt, shape = encoded.fmt, (len(rows), layout.cols)
     shapes = fmt.part_shapes(shape)
     parts = {
@@ -169,7 +169,7 @@ def rows_of(encoded: Encoded, layout: ScaledBlocks, rows: Tensor) -> Encoded:
 
 
 def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encoded:
-    """The opposite: pieces have the rows of `order`, one after another."""
+    """The inverse of `rows_of`: one encoding of `pieces`, of which the i-th row belongs at row `order[i]`."""
     parts = {}
     for part in ("data", "scales"):
         if part in like.parts:
@@ -181,7 +181,7 @@ def join_rows(pieces: Sequence[Encoded], like: Encoded, order: Tensor) -> Encode
 
 
 def unordered(ordered: Tensor, at: Tensor) -> Tensor:
-    """Put columns that were ordered back to where they were."""
+    """Undo an order of columns: column j of `ordered` goes back to column `at[j]`."""
     columns = torch.empty_like(ordered)
     columns[:, at] = ordered
     return columns

@@ -64,7 +64,7 @@ def search_for(matrix: Tensor) -> VectorSearch:
 def _compensate(
     matrix: Tensor, by: OrderedFactor, layout: VectorLayout, search: VectorSearch
 ) -> tuple[Tensor, VectorScales]:
-    """Vectors' numbers with signs [R, filled], and scales, a block after the other."""
+    """Round block after block, errors passed on to later columns: the vectors' numbers [R, filled], and scales."""
     round_piece: Any = _round_piece
     if is_compiled(matrix):
         from bitplan.rounding.round_columns_cpu import round_vector_piece as round_piece
@@ -113,7 +113,7 @@ def _nearest(x: Tensor, weights: Tensor, steps: Tensor, layout: VectorLayout) ->
 
 
 def _sweep_vectors(gradient: Tensor, v: Tensor, hessian: Tensor, scales: VectorScales, sweeps: int) -> None:
-    """Better vectors' numbers and scales where they are; `gradient` [R, K] is (weight - value) @ hessian."""
+    """Improve the scales and vectors' numbers `v`, in place; `gradient` [R, K] is (weight - value) @ hessian."""
     layout, per_block = scales.layout, NUMBERS // scales.layout.group
     for _ in range(sweeps):
         for block in range(v.shape[1] // NUMBERS):

@@ -35,7 +35,7 @@ BYTE_FLOATS = tuple(2.0 ** (-step / 8) for step in range(8))  # where in its bin
 
 @dataclass(frozen=True)
 class ScaleLadder:
-    """What a format's scales can be. Numbers in and out are scales as they are loaded, float32."""
+    """The scales that a format can store, to choose from. Scales are float32, as they are after loading."""
 
     fmt: Format
     grid: Grid
@@ -130,7 +130,7 @@ def least_of(cost: Tensor) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class GroupScales:
-    """All blocks of [R, filled] numbers: d and dmin [R, blocks], integers [R, groups]; float32 throughout."""
+    """Scales of all GGUF blocks of [R, filled] numbers: d, dmin [R, blocks], integers [R, groups]; in float32."""
 
     layout: Layout
     d: Tensor

@@ -149,13 +149,13 @@ def _contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def table_of(grid: Any, like: Tensor) -> Tensor:
-    """The grid's numbers, or some that are not read."""
+    """The grid's numbers on the device; for a grid without a table any tensor, which the kernel does not read."""
     return like if grid.table is None else _on_device(grid.table, like.device)
 
 
 @functools.cache
 def _on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
-    """Made once: a tensor made of Python numbers waits for the GPU."""
+    """A tensor of these numbers; cached, because making one from Python numbers waits for the GPU."""
     return torch.tensor(table, dtype=torch.float32, device=device)
 
 
@@ -410,7 +410,7 @@ class BlockScales:
         }
 
     def base_on(self, like: Tensor) -> Tensor:
-        """The base factor, or a number that is not read."""
+        """The base factor on the device; without one any tensor, which the kernel does not read."""
         return like if self.base is None else self.base.to(like.device, torch.float32)
 
 
@@ -713,7 +713,7 @@ def sweep_groups(
     mins: Tensor,
     changes: Tensor,
 ) -> None:
-    """Better scales and codes of the block of GGUF's at column `first` of [R, K] numbers, where they are.
+    """Improve, in place, scales and codes of the GGUF block that begins at column `first` of [R, K] numbers.
 
     gradient   [R, K]: (weight - value) @ hessian, as it is before; scales are as `GroupScales` has them
     changes    [R, numbers of a block]: written, how the values changed
@@ -756,7 +756,7 @@ def _of_columns(per_group, ROWS: tl.constexpr, COUNT: tl.constexpr, GROUP: tl.co
 
 @triton.jit
 def _moved_integer(now, unit, rise, curve, LEAST: tl.constexpr, MOST: tl.constexpr):
-    """A group's integer at its best place, and by how much the scale moves with it."""
+    """A group's integer moved to where the error is least, and by how much the scale changes with it."""
     by = over(rise, curve)
     wanted = now + tl.where(unit != 0.0, tl.div_rn(by, tl.where(unit != 0.0, unit, 1.0)), 0.0)
     wanted = (tl.minimum(tl.maximum(wanted, LEAST), MOST) + MAGIC) - MAGIC
@@ -766,7 +766,7 @@ def _moved_integer(now, unit, rise, curve, LEAST: tl.constexpr, MOST: tl.constex
 
 @triton.jit
 def _moved_half(now, rise, curve, AT_MOST_ZERO: tl.constexpr):
-    """A float16 number at its best place, and by how much it moves."""
+    """A float16 scale moved to where the error is least, and by how much it changes."""
     wanted = (now + over(rise, curve)).to(tl.float16).to(tl.float32)
     if AT_MOST_ZERO:
         wanted = tl.minimum(wanted, 0.0)

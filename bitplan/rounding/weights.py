@@ -120,14 +120,14 @@ def _by_torch(_factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: G
 
 
 def _compiled(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
-    """Round by compiled loops: for small matrices, calling torch takes longer than the work itself."""
+    """A function that rounds one block by compiled loops: for small matrices torch's calls take longer."""
     from bitplan.rounding.round_columns_cpu import BlockRounder
 
     return BlockRounder(layout, grid, _block_weights(factor, at, layout), at % layout.numbers, scales).round
 
 
 def _on_gpu(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: GroupScales) -> RoundBlock:
-    """Two launches for a block; nothing waits."""
+    """A function that rounds one block by two kernel launches, without waiting for the GPU."""
     from bitplan.formats.gguf.triton_group_search import search_into
     from bitplan.rounding.triton_rounding import round_piece
 
@@ -151,7 +151,7 @@ def _on_gpu(factor: Tensor, layout: Layout, grid: Grid, at: Tensor, scales: Grou
 
 
 def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, fmt: GgufBlocks, sweeps: int) -> None:
-    """Scales and codes, each to its best place while all others stay: both change where they are."""
+    """Improve scales and codes in place, each to its best value while all others stay fixed, `sweeps` times."""
     layout, loops, grid = fmt.layout, loops_for(matrix), grid_of_groups(fmt)
     width = layout.numbers
     blocks = range(matrix.shape[1] // width)
@@ -229,7 +229,7 @@ def check_outputs(outputs: Tensor, layout: ScaledBlocks, name: str) -> None:
 
 
 def takes_feedback(outputs: Tensor | None, layout: ScaledBlocks) -> bool:
-    """Whether rows can be rounded apart from each other, and some output has a gradient."""
+    """Whether rows can also make up for each other's errors: rows share no scale, and `outputs` is not all zeros."""
     return outputs is not None and layout.height == 1 and layout.rows > 1 and float(outputs.diagonal().sum()) > 0
 
 
@@ -441,7 +441,7 @@ def _by_hessian(matrix: Tensor, by: OrderedFactor, plain: Encoded, layout: Scale
 
 
 def _strips_at_once(layout: ScaledBlocks) -> list[tuple[slice, slice]]:
-    """Rows and strips of them: what is computed at once."""
+    """Slices (rows, strips) that divide a matrix into pieces small enough to be rounded at once."""
     strips_at_once = max(1, AT_ONCE // max(1, layout.filled * layout.height))
     return [
         (
@@ -470,7 +470,7 @@ def _errors(matrix: Tensor, values: Tensor | None, cost: Tensor) -> Tensor:
 
 
 def _filled(matrix: Tensor, layout: ScaledBlocks) -> Tensor:
-    """Columns of zeros up to whole blocks."""
+    """The matrix with columns of zeros added up to whole blocks."""
     return torch.nn.functional.pad(matrix, (0, layout.filled - layout.cols)).contiguous()
 
 

@@ -156,7 +156,7 @@ def can_overlap() -> bool:
 
 
 def dependent_options() -> dict[str, Any]:
-    """Options of the second of two such kernels."""
+    """Launch options for a kernel that may start before the kernel in front of it has ended (see `can_overlap`)."""
     return {"launch_pdl": True} if can_overlap() else {}
 
 
@@ -226,6 +226,6 @@ _HAS_LAUNCH = triton.__version__.startswith("3.6.")
 
 
 def is_watched() -> bool:
-    """Whether a launch hook is set."""
+    """Whether somebody has registered a hook with Triton that is called at every launch."""
     hooks = triton.knobs.runtime
     return bool(hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls)

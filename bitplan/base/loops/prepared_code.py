@@ -71,7 +71,7 @@ RESULTS: dict[str, Any] = {
 
 
 def file_of(wing: str, kind: str) -> Path:
-    """The loops of a wing, for processors of a kind if they ask for it."""
+    """The file with the compiled loops of a wing (part of the package); some have one for each kind of processor."""
     return FOLDER / (f"loops-{wing}-{kind}.zip" if wing in BY_PROCESSOR else f"loops-{wing}.zip")
 
 
@@ -85,13 +85,13 @@ def sources(wing: str) -> str:
 
 
 def made_with(wing: str) -> dict[str, str]:
-    """What must be the same where the code is used."""
+    """The facts that must be equal where loops were compiled and where they run: sources, numba's release, target."""
     release = ".".join(numba.__version__.split(".")[:2])
     return {"sources": sources(wing), "numba": release, "target": llvm.get_process_triple()}
 
 
 def processor() -> str | None:
-    """The best of PROCESSORS whose loops run here and are those that numba would compile here."""
+    """The best kind in PROCESSORS that this processor can run and numba would compile for; None if there is none."""
     from bitplan.base.hardware import cpu_features
 
     has = cpu_features()
@@ -100,7 +100,7 @@ def processor() -> str | None:
 
 
 def name_of(function: Callable[..., Any], sig: Any) -> str | None:
-    """A function with what it closes over and its arguments' types; None if it closes over more than numbers."""
+    """A loop's name: function, numbers that it closes over, types of arguments; None if it closes over others."""
     closed = [cell.cell_contents for cell in function.__closure__ or ()]
     if not all(isinstance(value, numbers.Number) for value in closed):
         return None
@@ -109,14 +109,14 @@ def name_of(function: Callable[..., Any], sig: Any) -> str | None:
 
 
 def wing_of(function: Callable[..., Any]) -> str:
-    """The wing whose loops this one is with: those of the base are for trees."""
+    """The wing (part of the package) in whose file a function's loop is; that of trees has those of `base`, too."""
     wing = function.__module__.removeprefix("bitplan.").partition(".")[0]
     return "trees" if wing == "base" else wing
 
 
 @functools.cache
 def _loops(wing: str) -> tuple[dict[str, Any], bytes]:
-    """Entries by name, and all code; none where the file is for something else, or damaged."""
+    """A wing's loops: index by name, and machine code; both empty where the file is damaged or for another machine."""
     kind = processor()
     path = file_of(wing, kind or "")
     if wing not in WINGS or not sys.platform.startswith("linux") or kind is None or not path.is_file():
@@ -203,14 +203,14 @@ def rebuilt(function: Callable[..., Any], sig: Any, context: Any) -> Any:
 
 
 class PreparedCache(FunctionCache):  # type: ignore[misc]
-    """Loops of the package, and numba's cache on disk for the others."""
+    """A cache for numba: the package's compiled loops, and numba's own files on disk for all other functions."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         return rebuilt(self._py_func, sig, target_context) or super().load_overload(sig, target_context)
 
 
 class PackageCache(NullCache):  # type: ignore[misc]
-    """Loops of the package, where numba has no folder to write a cache to."""
+    """A cache for numba: the package's compiled loops alone, where numba has no folder that it can write to."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function

@@ -52,7 +52,7 @@ RESULTS = 2  # arguments of machine code that come first: where a loop's result 
 
 
 def words_of(argument: Any) -> list[int]:
-    """An argument as machine code takes it: of an array its size, bytes of a number, address, shape and strides."""
+    """An argument as 64-bit words for machine code; of an array size, item size, address, shape and strides."""
     if isinstance(argument, np.ndarray):
         return [0, 0, argument.size, argument.itemsize, data_address(argument), *argument.shape, *argument.strides]
     if isinstance(argument, tuple):
@@ -64,7 +64,7 @@ def words_of(argument: Any) -> list[int]:
 
 
 class CallWriter:
-    """Writes the function: `address(word)` is the address of a word of what it gets."""
+    """Writes LLVM code of a function that gets the address of an array of 64-bit words, loads them and calls loops."""
 
     def __init__(self, context: Any, function: Any) -> None:
         self.context, self.function = context, function
@@ -81,11 +81,11 @@ class CallWriter:
         return self.builder.load(self.address(word))
 
     def count(self, kind: Any) -> int:
-        """How many words an argument of this type has."""
+        """How many words machine code takes for an argument of this type."""
         return len(self.context.call_conv.get_function_type(types.none, [kind]).args) - RESULTS
 
     def call(self, loop: Any, kinds: list[Any], words: list[Any]) -> None:
-        """Call the loop at this address, which returns nothing: its machine code takes each word as an argument."""
+        """Write a call of the loop at address `loop`, with each word as one argument of its machine code."""
         builder, kind = self.builder, self.context.call_conv.get_function_type(types.none, kinds)
         values = [cgutils.alloca_once(builder, slot.pointee) for slot in kind.args[:RESULTS]]
         for kind_of_word, word in zip(kind.args[RESULTS:], words, strict=True):
@@ -99,7 +99,7 @@ class CallWriter:
 
 
 def written(write: Callable[[CallWriter], None]) -> Any:
-    """A C function of one address; `write` writes what it does, up to its end."""
+    """Compile a C function of one address; `write` writes its body with the CallWriter that it gets."""
     context = cpu_target.target_context
     library = context.codegen().create_library("call_loop")
     module = library.create_ir_module("call_loop")
@@ -118,7 +118,7 @@ def written(write: Callable[[CallWriter], None]) -> Any:
 
 @functools.cache
 def caller(kinds: tuple[Any, ...]) -> Any:
-    """Calls the loop whose address is the first word, with arguments of these types, which follow it."""
+    """A C function of an address of words: it calls the loop at the first, with arguments of these types."""
 
     def write(writer: CallWriter) -> None:
         words = [writer.load(1 + word) for word in range(sum(map(writer.count, kinds)))]
@@ -139,7 +139,7 @@ NEXT, PIECE, COUNT, LOOP, GIVEN = range(5)
 
 @dataclass(slots=True)  # not frozen: that takes three times as long to make, and small tables make many
 class Cut:
-    """An array of which the loop gets the rows of a piece: along `axis`, `share` rows to a number."""
+    """An argument of `run`: of the array the loop gets a piece's rows, cut along `axis`, `share` to a number."""
 
     array: Array
     axis: int = 0
@@ -148,14 +148,14 @@ class Cut:
 
 @dataclass(slots=True)
 class First:
-    """The number of a piece's first row, and a number that is added to it."""
+    """An argument of `run`: the loop gets the number of a piece's first row, plus `more`."""
 
     more: int = 0
 
 
 @dataclass(slots=True)
 class End:
-    """Stands in a loop's arguments for the number after a piece's last row."""
+    """An argument of `run`: the loop gets the number after a piece's last row."""
 
 
 def threads_for(count: int, row_ns: float) -> int:
@@ -193,7 +193,7 @@ _known: dict[Any, tuple[Any, int]] = {}  # by loop and arguments: the function t
 
 
 def _key(argument: Any) -> Any:
-    """What decides an argument's form: to ask numba for it takes longer than the work of a thread."""
+    """A key for cached argument forms, by type and layout: to ask numba for a type takes longer than the work."""
     if isinstance(argument, Cut):
         return argument.array.dtype, argument.array.ndim, argument.array.flags.num, argument.axis, argument.share
     if isinstance(argument, np.ndarray):
@@ -225,7 +225,7 @@ def _words(argument: Any) -> list[int]:
 
 @functools.cache
 def _taker(forms: tuple[tuple[Any, int, int], ...]) -> Any:
-    """A C function of a job's address, which takes pieces and calls the loop."""
+    """A C function of a job's address that takes one piece of rows after the other and calls the loop on it."""
     return written(lambda writer: _write_taker(writer, forms))
 
 

@@ -319,7 +319,7 @@ def _static_scales(source: Path, text: str, plan: Plan, windows: int) -> dict[st
 
 @contextmanager
 def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
-    """Statistics of a text in a file that is there for this long, beside the output: they may be larger than memory."""
+    """Gather statistics of a text; yields their file, which lies beside the output until the block ends."""
     from bitplan.base.folders import scratch_folder
     from bitplan.searching.collect import gather_evidence
 
@@ -337,7 +337,7 @@ def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[P
 
 
 def _summary(written: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row for tensors of one format and one reason; of one format where that makes more rows than a screen has."""
+    """A row for all tensors of one format and reason; where those are too many for a screen, one for each format."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for row in written:
         groups.setdefault((row["to"], row["reason"]), []).append(row)
@@ -461,7 +461,7 @@ def drift(
 
 
 def _inputs_of(path: Path) -> dict[str, str]:
-    """What a packed folder says of the inputs of its products; nothing where they stay as they are."""
+    """A column with the format to which a packed folder's products round their inputs; empty where they round none."""
     from bitplan.files.packed_folder import is_model_folder, read_config, shown_inputs
 
     rounded = shown_inputs(read_config(path)) if is_model_folder(path) else None

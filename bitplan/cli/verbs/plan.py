@@ -111,7 +111,7 @@ def verify(
 
 @dataclass
 class CheckedTensors:
-    """Findings about a checkpoint, what was looked at in words, and what is to be said besides."""
+    """The result of a check: the findings about a checkpoint, a text that says what was looked at, and notes."""
 
     checkpoint: str
     findings: list[Finding]

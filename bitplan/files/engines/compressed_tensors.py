@@ -99,7 +99,7 @@ HEAD = "an output head: it stays, unless a plan names it"
 
 
 def prepare(request: ExportRequest) -> FolderExport:
-    """Everything that can be refused is, before a weight is read."""
+    """Plan every tensor for compressed-tensors; all that can be refused is, before a weight is read."""
     engine = get_engine(request.engine)
     source = open_folder(request, TARGET, SUBSTITUTES)
     with on_failure(source.file.close):

@@ -73,7 +73,7 @@ Pack = Callable[[Encoded, "OutputTensor", str], list[Tensor]]
 
 @dataclass(frozen=True)
 class FolderSource:
-    """A model, open for reading, its config without a word on how it was packed, and the plan for it.
+    """A model that is open for reading, the plan for its tensors, and its config without keys of quantization.
 
     folder   where config and tokenizer lie
     notes    what a user of any output must know
@@ -110,7 +110,7 @@ class FolderSource:
 
     @cached_property
     def _columns(self) -> set[str]:
-        """Weights [inputs, outputs], such as GPT-2's, which no engine's linear layer has."""
+        """Names of weights that lie as [inputs, outputs], such as GPT-2's, which engines cannot pack."""
         return {linear.weight for linear in self.view.linears if linear.is_columns}
 
     @property
@@ -198,7 +198,7 @@ def _open_evidence(request: ExportRequest, file: TensorFile, packed: Iterable[st
 
 
 def _format_there(plan: Plan, name: str, layer: OutputTensor) -> str | None:
-    """The format of a tensor in the output; None where it stays as the plan has it."""
+    """The format that a tensor gets in the output; None where both plan and engine leave it in its own type."""
     return None if layer.fmt is None and plan.entries[name].stored is not None else layer.format_there
 
 
@@ -293,7 +293,7 @@ class FolderExport:
         return self._file.files
 
     def _part(self, name: str, results: Iterator[Any]) -> Tensor:
-        """The parts of a layer come one after the other: they are made together, and each is taken once."""
+        """One tensor of the output. Those of a layer are made when the first is asked for, and given once."""
         if name not in self._made:
             layer, (tensors, rounded) = self._layers[name], next(results)
             self._made |= dict(zip((promise.name for promise in layer.records), tensors, strict=True))
@@ -302,7 +302,7 @@ class FolderExport:
         return self._made.pop(name)
 
     def make(self, job: str) -> tuple[list[Tensor], int]:
-        """The tensors of a layer, by the name of the first, and how many numbers their type does not hold exactly."""
+        """Make the tensors of layer `job`, and count numbers that the output's type cannot hold exactly."""
         layer = self._layers[job]
         pieces = [self._of(layer, source) for source in layer.sources]
         tensors = pieces[0] if len(pieces) == 1 else [torch.stack(parts) for parts in zip(*pieces, strict=True)]
@@ -347,7 +347,7 @@ class FolderExport:
         return encode(numbers, fmt, scale_rule=rule, base=base, name=where)
 
     def _base(self, fmt: Format, source: str) -> float | None:
-        """The largest base among tensors that are computed as one; None where each has its own."""
+        """The base factor of layers computed as one, the largest of theirs; None where each has its own."""
         if fmt.scales is None or not fmt.scales.needs_base or source not in self._joined:
             return None
         group = self._joined[source]
@@ -370,7 +370,7 @@ TARGET = "hf"
 
 
 def prepare(request: ExportRequest) -> FolderExport:
-    """Everything that can be refused is, before a weight is read."""
+    """Plan every tensor for a plain folder; all that can be refused is, before a weight is read."""
     if isinstance(request.formats, str | Format) and get_format(request.formats).name not in PLAIN:
         raise StoreError(
             f"{request.output}: a plain folder holds {', '.join(PLAIN)}, not {get_format(request.formats).name}; "

@@ -163,7 +163,7 @@ def write_parts(
 
 
 def _fill_hashes(first: PayloadWriter, seals: Mapping[Path, str]) -> bool:
-    """Put the hashes of the other parts, which have their names by now, into the first part's certificate."""
+    """Hash the other parts, which are complete, and put the hashes into the first part's certificate."""
     for path, seal in seals.items():
         first.fill(seal.encode(), sha256_of(path).encode())
     return False
@@ -176,7 +176,7 @@ _EXPERTS = {"mxfp4": "mxfp4", "mxfp4_gguf": "mxfp4", "bfloat16": "bfloat16"}
 
 
 class GptOssExport:
-    """A prepared export; see `bitplan.files.engines.targets`."""
+    """An export of gpt-oss to GGUF that was checked and can be written (`bitplan.files.engines.targets`)."""
 
     def __init__(self, request: ExportRequest) -> None:
         fmt = request.formats.name if isinstance(request.formats, Format) else request.formats
@@ -237,7 +237,7 @@ _ROUTER = re.compile(r"\.ffn_gate_inp\.weight$")
 
 
 def prepare(request: ExportRequest) -> GGUFExport | GptOssExport:
-    """Everything that can be refused is, before a weight is read."""
+    """Plan every tensor for GGUF; all that can be refused is, before a weight is read."""
     folder = request.source if request.source.is_dir() else request.source.parent
     if request.source.suffix != ".gguf" and is_gpt_oss(folder):
         return GptOssExport(request)
@@ -352,7 +352,7 @@ def _record(name: str, shape: tuple[int, ...], fmt: Format) -> TensorSpec:
 
 
 class GGUFExport:
-    """A prepared export; see `bitplan.files.engines.targets`."""
+    """An export to GGUF that was checked and can be written (`bitplan.files.engines.targets`)."""
 
     def __init__(
         self,

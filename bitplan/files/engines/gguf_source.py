@@ -67,7 +67,7 @@ def gguf_name(table: TensorNameMap, name: str) -> str | None:
 
 
 class GGUFNames:
-    """gguf-py's table for an architecture, with what it does not know."""
+    """Maps Hugging Face's tensor names to GGUF's: gguf-py's table for an architecture, and names that it lacks."""
 
     def __init__(self, config: ModelConfig, where: str) -> None:
         self._table = name_table(config.family.architecture, config.layers)
@@ -180,7 +180,7 @@ def gguf_origins(file: TensorFile) -> dict[str, Origin]:
 
 
 def fit_names(formats: Wanted, file: TensorFile) -> Wanted:
-    """A plan under GGUF's names for a file under Hugging Face's, or the reverse, under the file's; all else as it is.
+    """Rename a plan to a file's names, GGUF's to Hugging Face's or the reverse; anything else is returned.
 
     A tensor that stays has the file's own type. What has no other name keeps its own, and is refused as any other plan.
     """
@@ -211,7 +211,7 @@ def fit_names(formats: Wanted, file: TensorFile) -> Wanted:
 def _under_own_names(
     plan: Plan, origins: Mapping[str, Origin], file: TensorFile
 ) -> tuple[dict[str, Planned], set[str]]:
-    """Entries under Hugging Face's names, and the names of the plan that they are of."""
+    """The plan's entries under the file's Hugging Face names, and which of the plan's GGUF names these were."""
     entries, used = {}, set()
     for name in (*file.specs, *file.tied):
         origin = origins.get(file.tied.get(name, name))
@@ -225,7 +225,7 @@ def _under_own_names(
 
 
 def _under_gguf_names(plan: Plan, origins: Mapping[str, Origin], where: str) -> tuple[dict[str, Planned], set[str]]:
-    """Entries under GGUF's names, where the experts of a layer are one tensor, and the names that they are of."""
+    """A plan's entries under GGUF's names, experts of a layer joined, and the plan's names that these were."""
     entries: dict[str, Planned] = {}
     used: set[str] = set()
     for new in dict.fromkeys(origin.name for origin in origins.values()):
@@ -249,7 +249,7 @@ def _under_gguf_names(plan: Plan, origins: Mapping[str, Origin], where: str) -> 
 
 
 def evidence_of(statistics: EvidenceFile, file: TensorFile) -> WeightEvidence:
-    """Statistics for a file's tensors, under its own names or the other ones."""
+    """Statistics for a file's tensors, named as in the file or, of GGUF and Hugging Face, as in the other one."""
     others = {name: OtherName(origin.name, origin.expert, origin.heads) for name, origin in gguf_origins(file).items()}
     return evidence_for(statistics, file, {} if isinstance(file, GGUFTensors) else others)
 
@@ -323,7 +323,7 @@ class GGUFModel(TensorFile):
 
 
 def _rows(item: Tensor | Encoded, rows: int | Tensor) -> Tensor | Encoded:
-    """Take one matrix, or put rows in another order: no number changes, for blocks lie along rows."""
+    """Take one matrix of a stack (an index), or put rows in another order (a tensor), without changing a number."""
     if not isinstance(item, Encoded):
         return item[rows].contiguous()
     parts = {name: part[rows].contiguous() if part.dim() else part for name, part in item.parts.items()}

@@ -84,7 +84,7 @@ _EXPERTS = {
 
 
 def prepare(request: ExportRequest) -> FolderExport:
-    """Everything that can be refused is, before a weight is read."""
+    """Plan every tensor for MLX; all that can be refused is, before a weight is read."""
     substitutes = _FLOAT16_SUBSTITUTES if str(request.formats).endswith("_gguf") else SUBSTITUTES
     source = open_folder(request, TARGET, substitutes)
     with on_failure(source.file.close):

@@ -99,7 +99,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ExportRow:
-    """A line of the report: not a tensor but what happened to one, whence it came (`source`, `before`) and why."""
+    """A line of the export's report: which tensor was written, from which one (`source`, `before`), and why so."""
 
     name: str
     source: str
@@ -180,7 +180,7 @@ class ExportReport:
 
 
 class Prepared(Protocol):
-    """An export that can be done: nothing of the output exists yet."""
+    """An export that was checked and can be written; nothing of the output exists yet, `report` says what will."""
 
     report: ExportReport
 
@@ -206,7 +206,7 @@ def notes_on_inputs(plan: Plan, target: str) -> list[str]:
 
 
 def prepare_export(request: ExportRequest, to: str) -> Prepared:
-    """Refuse what cannot be done, and say what would be: see `Prepared`."""
+    """Check an export to the target `to` and return it prepared; raises where it cannot be done. Nothing is written."""
     if to not in TARGETS:
         read = _ENGINES.get(to.lower())
         hint = did_you_mean(to.lower(), TARGETS) if read is None else f"; {to} reads what the target {read} writes"

@@ -50,7 +50,7 @@ EXPERTS = "transformers joins the experts of a layer, and reads no tensors of to
 
 
 def prepare(request: ExportRequest) -> FolderExport:
-    """Everything that can be refused is, before a weight is read."""
+    """Plan every tensor for torchao; all that can be refused is, before a weight is read."""
     source = open_folder(request, TARGET, SUBSTITUTES)
     with on_failure(source.file.close):
         layers = [_layer(source, name) for name in source.file.specs]
@@ -196,7 +196,7 @@ def _metadata(source: FolderSource, layers: Sequence[OutputTensor]) -> dict[str,
 
 
 def _computes(source: FolderSource, name: str) -> str:
-    """The type in which torchao multiplies by a packed weight: that of the source, or of the model if it is packed."""
+    """The type in which torchao multiplies by a packed weight: config.json's if the source is packed, else its own."""
     spec = source.file.spec(name)
     dtype = str(source.config.get("dtype") or source.config.get("torch_dtype") or "")
     return dtype if dtype and spec.encoded else spec.dtype

@@ -437,7 +437,7 @@ def _finite(numbers: Tensor, name: str) -> Tensor:
 
 @contextmanager
 def _naming(name: str) -> Iterator[None]:
-    """Adds the tensor's name to errors of the formats, which do not know it."""
+    """A context that puts the tensor's name in front of the messages of format errors, which do not know it."""
     try:
         yield
     except FormatError as error:
@@ -484,7 +484,7 @@ def make_checkpoint(
 
 
 class DrawnCheckpoint(GptOssSource):
-    """A source without a file behind it."""
+    """A gpt-oss checkpoint of random numbers that lies in no file, as a source for writing one."""
 
     def __init__(self, shape: GptOssShape, *, packed: bool, seed: int, device: str | torch.device) -> None:
         self.where = f"seed {seed}"

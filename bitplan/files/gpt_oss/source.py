@@ -339,7 +339,7 @@ class GptOssSource(ABC):
         return f"{' and '.join(parts)} of layer {layer}"
 
     def twin(self, slot: LayoutTensor) -> LayoutTensor | None:
-        """The source's tensor with the same parts in the same arrangement as a tensor of another layout."""
+        """The source's tensor with the same parts in the same order as one of another layout, if any."""
         return None
 
     def raw(self, slot: LayoutTensor) -> Iterator[Tensor]:

@@ -40,7 +40,7 @@ class MorphedParameter:
 
 
 class _Frame:
-    """A running forward of an eval-mode module, and the weights decoded for it."""
+    """One forward of a module in eval mode while it runs, and the weights that were decoded for it."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -98,14 +98,14 @@ class Morphed(nn.Module):
             slot.store = slot.store._for(param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        """`.to`, `.half`, `.cuda`."""
+        """Called by torch's `.to`, `.half` and `.cuda`: moves or casts Parameters and their packed versions."""
         with self._moving():
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         return self
 
     @contextmanager
     def _moving(self) -> Iterator[None]:
-        """Inside, Parameters change device or type; versions move too: encoding again would lose a file's bytes."""
+        """A context in which Parameters change device or type; packed versions follow, with the same bytes."""
         before = [
             (name, slot, parameter, parameter.detach(), slot.store.versions)
             for name, slot in slots_of(self).items()
@@ -125,7 +125,7 @@ class Morphed(nn.Module):
 
 
 class MorphedRNN(Morphed):
-    """Recurrent layers pass a list of all their weights to torch; it is made for each call."""
+    """A morphed recurrent layer, which gives torch a list of all its weights: the list is made anew for each call."""
 
     @property
     def _flat_weights(self) -> list[Tensor | None]:

@@ -299,7 +299,7 @@ def _store_finder(model: nn.Module) -> Callable[[NamedParameter], WeightStore]:
 
 
 def _attach(model: nn.Module, slots: Mapping[tuple[int, str], MorphedParameter]) -> None:
-    """Make these, and only these, the morphed Parameters of a model."""
+    """Make the Parameters named in `slots` morphed ones, and all others of the model plain again."""
     modules = dict(model.named_modules(remove_duplicate=False))
     owners = {owner for owner, _ in slots}
     on_path = {

@@ -43,7 +43,7 @@ _EXPERTS = {family.experts.experts: family.experts for family in FAMILIES.values
 
 @dataclass(frozen=True)
 class Module:
-    """A layer of MLX's, or one expert of a layer: where its parts lie, and what config.json says of it."""
+    """A quantized layer in an MLX folder, or one expert of it: names of its tensors, and its bits, group and mode."""
 
     folder: QuantizedFolder
     owner: str

@@ -56,7 +56,7 @@ def confirm_blocks(
     plans: Mapping[str, PartPlan],
     example: Example | None,
 ) -> tuple[tuple[LayerDecision, ...], tuple[Confirmed, ...]]:
-    """Time the first block of each make; all blocks of that make get what is shown to be fastest, or stay BF16."""
+    """Time the first block of each kind; all blocks of that kind get what is shown to be fastest, or stay BF16."""
     blocks: dict[str, list[tuple[LayerDecision, LayerDecision]]] = {}
     for layer in layers:
         everything = all_in_fp8(layer, layer.site.part in plans)
@@ -81,7 +81,7 @@ def _confirm_make(
     plans: Mapping[str, PartPlan],
     example: Example | None,
 ) -> Confirmed:
-    """Time a block forward and backward in turns: in BF16, and as planned and all in FP8 where these have FP8."""
+    """Time one block forward and backward in three variants, in turns: BF16, FP8 as planned, and FP8 in every layer."""
     plan = next(plans[layer.site.part] for layer, everything in members if everything.choice)
     if example is not None:
         inputs = recorded_inputs(model, path, example)

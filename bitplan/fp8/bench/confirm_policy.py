@@ -186,7 +186,7 @@ def _build(where: str, config: Mapping[str, Any], device: torch.device, dtype: t
 
 @dataclass(frozen=True, kw_only=True)
 class BlockResult(Confirmed):
-    """One make of block at one count: of its `layers`, the plan put `planned` in FP8, and `fp8_layers` stay in FP8."""
+    """One kind of block at one count: of its `layers`, the plan put `planned` in FP8, and `fp8_layers` stay so."""
 
     planned: int
     fp8_layers: int
@@ -294,7 +294,7 @@ def _confirm_count(
 
 
 def _block_results(planned: AppliedFp8, applied: AppliedFp8) -> tuple[BlockResult, ...]:
-    """A result for each make of block, also for blocks in which nothing could be timed."""
+    """A result for each kind of block, also for blocks in which nothing could be timed."""
     before, after = _by_block(planned.rows), _by_block(applied.rows)
     confirmed = {verdict.block: verdict for verdict in applied.confirmed}
     first: dict[tuple[object, ...], str] = {}

@@ -311,7 +311,7 @@ class BenchPlan:
         return (MODULE, *(PRODUCTS if apart else ()))
 
     def choices(self) -> dict[str, GemmChoice]:
-        """The arms of every way, by name."""
+        """The recipes of products in every timed variant, by its name: "bf16", "fp8" or a product."""
         choices = {"bf16": GemmChoice.all(BF16)} if "bf16" in self.options.precisions else {}
         if "fp8" in self.options.precisions:
             choices["fp8"] = GemmChoice.all(self.recipe.name)
@@ -398,7 +398,7 @@ class Way:
     def rows(
         self, plan: BenchPlan, timed: Mapping[str, Timed], *, padded: int | None = None, in_turns: bool = True
     ) -> Iterator[Row]:
-        """The rows of the arms; the BF16 arm stands against each product."""
+        """The report's rows for the timed variants; the BF16 measurement serves every product."""
         for gemm in plan.gemms():
             for precision in plan.options.precisions:
                 arm = gemm if precision == "fp8" and gemm != MODULE else precision

@@ -109,7 +109,7 @@ class _Together:
 
 @dataclass
 class _OfGraphs:
-    """Memory of both layouts for the graphs of torch.compile(mode="reduce-overhead"); None where one does without."""
+    """Buffers into which graphs of torch.compile(mode="reduce-overhead") cast a weight; None: they have their own."""
 
     storage: StorageWeakRef
     pair: CastPair | None
@@ -369,7 +369,7 @@ def _keep(weight: Tensor, how: _How, pair: CastPair, *, captured: bool, key: _Me
 def _find(
     weight: Tensor, key: _MemoryKey | None = None, *, any_version: bool = False, is_forward: bool = False
 ) -> _Kept | None:
-    """The casts that hold. Only a forward asks whether a step is over: a backward reads what its forward made."""
+    """The kept casts of a weight that are still valid, or None. Only a forward asks whether a step is over since."""
     version = writes_of(weight)
     kept = _kept.get(key or _memory_key(weight)) if version != UNCOUNTED else None
     if kept is None or kept.version == version or any_version:

@@ -44,7 +44,7 @@ class WeightSource:
         return weight_cols(weight, recipe, eps, reuse=self.reuse)
 
     def count_backward(self, weight: Tensor, gradient: Tensor) -> None:
-        """A gradient was computed for the weight: from now on see whether a step is over."""
+        """Note that a gradient of the weight was computed; where casts are reused, this tells when a step is over."""
         if self.reuse:
             count_backward(weight, gradient)
 

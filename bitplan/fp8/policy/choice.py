@@ -134,7 +134,7 @@ def _easier_loss(policy: Policy, near: Iterable[tuple[LayerRule, tuple[float, fl
 
 
 def _at(rule: LayerRule, tokens: float) -> SpeedupEstimate | None:
-    """The least speedup of a rule's own shape at a count; None beside a count that was tried and failed."""
+    """The estimated speedup of a rule's shape at a token count; None beside a count that was tried and failed."""
     points = rule.points
     index = bisect_left([point.tokens for point in points], tokens)
     after = points[index] if index < len(points) else None
@@ -376,7 +376,7 @@ def _estimated(policy: Policy, question: Question, decision: Fp8Decision) -> Fp8
 
 
 def _promise(alone: dict[str, Fp8Decision]) -> float:
-    """The speedup of products together: they save at least what each saves alone."""
+    """The speedup to expect if several products run in FP8, from the speedup of each alone: their savings add up."""
     saved = sum(1 - 1 / max(decision.speedup or 1.0, 1.0) for decision in alone.values())
     return 1 / max(1 - saved, 1e-3)
 

@@ -391,7 +391,7 @@ def _check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, wh
 
 
 def _waits(recipe: TensorRecipe, plan: Plan | None) -> bool:
-    """Whether a plan lets a tensor lie in the host's memory."""
+    """Whether the plan says that a tensor lies in the host's memory while the GPU computes."""
     return plan is not None and all(
         piece.name in plan and plan[piece.name].place is not None for piece in recipe.pieces
     )
@@ -617,7 +617,7 @@ def place_all(
     parameters: Mapping[str, nn.Parameter],
     layers: Mapping[str, nn.Module],
 ) -> None:
-    """Put everything in its place. Nothing can fail here."""
+    """Put the loaded parameters, buffers and packed layers into the model. Nothing can fail here."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for name, value in values.items():
         owner, _, local = name.rpartition(".")

@@ -130,7 +130,7 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         return {"": self._device}
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """The config without the words that stop a transformers which lacks this plug-in; they name no file."""
+        """Remove from the config the message that stops a transformers without this plug-in; called by transformers."""
         return forget_weights_file(config)
 
     update_tp_plan = update_attn_implementation  # what transformers calls with the config up to 5.17

@@ -174,7 +174,7 @@ def _loops_for(hidden: int, queries: int, heads: int, width: int) -> StepLoops |
 
 
 class TokenSteps:
-    """Makes a token's logits from the token, keys and values of all before it; they grow with each."""
+    """Computes logits a token at a time without the model's forward; holds keys and values of all before."""
 
     def __init__(self, model: Any, structure: _Structure, cache: Any) -> None:
         self._structure, self._embedding = structure, model.get_input_embeddings()
@@ -250,7 +250,7 @@ class TokenSteps:
         return y
 
     def _bound(self, x: Tensor, paths: tuple[str, ...]) -> tuple[Bound, int]:
-        """The outputs of all these layers: one product where they are joined."""
+        """Prepare one call for several layers of one input, joined if they can be; with the number of outputs."""
         layers = [self._structure.layers[path] for path in paths]
         joint: JointProjection | None = layers[0].joint
         joined = None if joint is None or joint.layers != layers else joint.joined_layer()

@@ -213,7 +213,7 @@ class Graph:
         return False
 
     def behind(self, value: int, stops: Iterable[int]) -> set[int]:
-        """The steps among `stops` that a value comes from, walking past none of them."""
+        """Walk back from a value to the nearest of the steps `stops` on every path; returns their indices."""
         stop, reached, waiting = set(stops), set(), [value]
         for index in each_once(waiting):
             step = self.maker(index)
@@ -224,7 +224,7 @@ class Graph:
         return reached
 
     def ahead(self, value: int, stops: Iterable[int]) -> tuple[set[int], bool]:
-        """Follow a value forward to the first of `stops` on each way; also say whether the model returns it."""
+        """Walk forward to the nearest of the steps `stops` on every path; also whether the model returns it."""
         stop, reached, waiting, is_returned = set(stops), set(), [value], False
         for index in each_once(waiting):
             is_returned = is_returned or index in self.outputs
@@ -238,7 +238,7 @@ class Graph:
     # Chains of small steps
 
     def slot(self, value: int, projections: dict[int, Any]) -> Slot | None:
-        """The share of a projection's output that a value is."""
+        """Which share of which projection's output a value is (all, or one of equal parts); None if it is none."""
         part, parts, interleaved = 0, 1, False
         while (step := self.maker(value)) is not None:
             if step.index in projections:

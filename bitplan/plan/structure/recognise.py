@@ -129,7 +129,7 @@ class Products:
         self._add_linear(step, value, weight, bias, columns)
 
     def _product_with_columns(self, step: Step, weight: int, column: int) -> bool:
-        """A matrix for each row of the input, which is made a column for the product: squeeze(w @ x[..., None])."""
+        """Add a product written squeeze(w @ x[..., None]), a matrix for each row; whether it is one."""
         before, after = self.graph.maker(column), self.graph.readers(step.outputs[0])
         is_column = before is not None and before.name == "unsqueeze" and self.graph.values[column].shape[-1] == 1
         if not is_column or self.graph.weight(weight) is None or [reader.name for reader in after] != ["squeeze"]:
@@ -317,7 +317,7 @@ class Norms:
         self.norms.append(use)
 
     def _spelled_norm(self, step: Step) -> None:
-        """x * rsqrt(mean(x * x) + eps), and with the mean taken off first: in many orders and casts."""
+        """Recognise a norm written in steps: x * rsqrt(mean(x * x) + eps), also with the mean subtracted."""
         graph = self.graph
         mean_of_squares = self._mean_of_squares(step.inputs[0])
         if mean_of_squares is None:

@@ -223,7 +223,7 @@ class _Recorder(TorchFunctionMode):
     def _go_on_behind(
         self, call: ModuleCall, module: nn.Module, error: Exception, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Tensor:
-        """A value of the shape of the module's input, made by nothing that was seen; without one the error stands."""
+        """Go on after a module that cannot be followed, with a value shaped like its input; else raise."""
         self.unknown.setdefault(call.path, _reason(error))
         floats = [tensor for tensor in _tensors_in((args, kwargs)) if tensor.is_floating_point()]
         if call.parent is None or not floats:
@@ -281,7 +281,7 @@ class _Recorder(TorchFunctionMode):
         return maker.args[1] in {len(weight) for weight in parameters if weight is not None and weight.ndim == 3}
 
     def _compute(self, name: str, func: Any, tensors: list[Tensor], before: list[int], args: Any, kwargs: Any) -> Any:
-        """What a function gives; a few give errors without numbers that they do not give with them."""
+        """Call a torch function on tensors without numbers; the few that fail on these are computed otherwise."""
         if name in ("to", "cpu", "cuda") and _has_no_numbers(tensors[0]):  # it stays where it is
             return tensors[0].to(_type_asked_for(tensors, args, kwargs))
         if name == "histc" and not tensors[0].is_floating_point():  # GPUs count integers, CPUs only floats
@@ -323,7 +323,7 @@ class _Recorder(TorchFunctionMode):
         return step
 
     def _with_numbers(self, name: str, func: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
-        """Positions and masks that a forward makes on its input's device have numbers all the same."""
+        """The result of a function; positions and masks that a forward makes on the meta device get real numbers."""
         tensors = _tensors_in((args, kwargs))
         if not tensors and name in _MADE_OF_NOTHING and output.numel() <= MOST_REAL:
             result: Tensor = func(*args, **{**kwargs, "device": "cpu"})
@@ -333,7 +333,7 @@ class _Recorder(TorchFunctionMode):
         return output
 
     def _choose_indices(self, name: str, output: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Positions along a dimension, one after the other, in the place of those that weights decide."""
+        """Replace indices that only weights could give (argmax, topk) by 0, 1, 2, ... along the dimension."""
         position, default = _CHOOSE_INDICES[name]
         source = next(iter(_tensors_in((args, kwargs))))
         dim = kwargs.get("dim", args[position] if len(args) > position else default)
@@ -475,7 +475,7 @@ def _map_tensors(change: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def _layout_of(tree: Any) -> Any:
-    """What decides the layout of a function's result without numbers, to be compared; None where that is not known."""
+    """A key of shapes, strides, types and plain values in arguments or a result; None if there is anything else."""
     if isinstance(tree, Tensor):
         with torch._C.DisableTorchFunction():
             if type(tree) not in (Tensor, nn.Parameter) or _is_wrapped(tree) or tree.layout is not torch.strided:
@@ -491,13 +491,13 @@ def _layout_of(tree: Any) -> Any:
 
 
 def _type_asked_for(tensors: list[Tensor], args: Any, kwargs: Any) -> torch.dtype:
-    """The type of a move to a device or another tensor's place: its own where the call names none."""
+    """The dtype that a call of `to`, `cpu` or `cuda` gives its tensor: the one named in it, else the tensor's own."""
     asked = [argument for argument in (*args[1:], *kwargs.values()) if isinstance(argument, torch.dtype)]
     return asked[0] if asked else tensors[-1].dtype
 
 
 def _as_size(tensor: Tensor) -> Any:
-    """The number in a tensor of one integer; any other tensor as it is."""
+    """Turn a tensor of one integer on the CPU into a Python int; any other tensor is returned."""
     with torch._C.DisableTorchFunction():
         is_size = tensor.dim() == 0 and not tensor.is_floating_point() and tensor.device.type == "cpu"
         return int(tensor) if is_size else tensor
