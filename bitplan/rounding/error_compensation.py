@@ -157,7 +157,7 @@ def check_statistics(statistics: Tensor, shape: tuple[int, ...], what: str, name
 
 
 def compensate(matrix: Tensor, by: OrderedFactor, plain: Tensor, layout: ScaledBlocks, ladder: ScaleLadder) -> Codes:
-    """Round [R, filled] block by block in the order of `by`, later columns make up for errors. `plain`: first scales."""
+    """Round [R, filled] in the order of `by`; later columns make up for errors. `plain`: first scales."""
     if _takes_batches(matrix, layout, ladder):
         return _compensate_batches(matrix, by, plain, layout, ladder)
     factor, blocks, at = by.factor, by.blocks, by.columns

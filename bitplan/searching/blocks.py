@@ -55,7 +55,7 @@ class BlockCall:
 
 @dataclass(frozen=True)
 class TokenStates:
-    """Some windows between two blocks; `hidden` is None where the model runs as a whole."""
+    """Windows of token ids with the hidden states between two blocks; `hidden` None: the model runs as a whole."""
 
     ids: Tensor
     hidden: Tensor | None
@@ -73,7 +73,7 @@ class TokenStates:
 
 
 class _EnteredError(Exception):
-    """All calls of blocks are known: the rest of the model need not run."""
+    """Raised to stop a model's forward once the arguments of all its blocks were recorded."""
 
 
 class _OutOfOrderError(Exception):
@@ -81,7 +81,7 @@ class _OutOfOrderError(Exception):
 
 
 class BlockRunner:
-    """A model, the device it runs on, and what gives the numbers of its parameters."""
+    """Runs a model block by block on a device; `read` gives the numbers of a parameter by its name."""
 
     def __init__(self, model: nn.Module, read: Callable[[str], Tensor], device: torch.device) -> None:
         self.model, self.read, self.device = model, read, device
@@ -182,7 +182,7 @@ class BlockRunner:
                     module._buffers[name] = buffer.to(self.device)
 
     def fewer_threads(self) -> AbstractContextManager[None]:
-        """Use one torch thread where experts are small: in a product with each, several wait longer than they work."""
+        """A context with one torch thread where experts are small: on products with each, several mostly wait."""
         return torch_threads(1) if self._small_experts and self.device.type == "cpu" else nullcontext()
 
     # ---- passes ------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ class BlockRunner:
         return replace(states, hidden=result[0] if isinstance(result, tuple) else result)
 
     def leave(self, states: TokenStates) -> Tensor:
-        """The logits after the last block; `outside` weights are in place."""
+        """Run norm and head on the last block's states; call it within `outside`. Returns the logits."""
         if not self.blocks:
             return self._logits(states.ids)
 
@@ -281,7 +281,7 @@ class BlockRunner:
 
 
 def _parted(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, BlockCall]:
-    """The state, and the rest of a block's arguments."""
+    """Divide the arguments of a block's call into the hidden state and all others."""
     if args:
         return args[0], BlockCall(args[1:], kwargs)
     rest = dict(kwargs)

@@ -211,7 +211,7 @@ def _gather(
     folder: Path | None,
     stage: Stage,
 ) -> InputStatistics:
-    """Statistics of all windows, saved after every few of them; by a cluster's workers if the model is a file."""
+    """Gather statistics of all windows, here or on a cluster's workers, saved after every few of them."""
     subject, statistics, sums_folder = rounded.subject, rounded.statistics, folder or rounded.scratch
     digests, address, shares = subject.digests(), rounded.workers, shares_of(windows, statistics.windows)
     with stage("statistics", steps_of(subject, windows, statistics.windows)) as advance, ExitStack() as opened:
@@ -237,7 +237,7 @@ def _predict(
     evidence_folder: EvidenceFolder,
     stage: Stage,
 ) -> None:
-    """Predict what formats cost groups, for all that the evidence does not have; saved group by group."""
+    """Predict the damage of formats for groups, where the evidence lacks it; saved after each group."""
     subject, experts, tensors = rounded.subject, ExpertDamage(rounded), rounded.subject.tensors
     members = subject.groups(tensors)
     weights = {name: [weight for tensor in members[name] for weight in tensors[tensor].weights] for name in formats_of}
@@ -280,7 +280,7 @@ def _predict(
 
 
 def _work(subject: SearchSubject, weight: str) -> int:
-    """How long rounding a weight takes beside others: each number is compared with those of all later columns."""
+    """A weight's share of the time of rounding: each number is compared with those of all later columns."""
     site = subject.sites[weight]
     return math.prod(site.shape) * (site.shape[-1] if site.linears or site.slice is not None else LOOKED_UP)
 
@@ -349,7 +349,7 @@ def _begin(
 
 
 def uncorrected(group: TensorGroup) -> TensorGroup:
-    """A group as it was predicted and checked: corrections by plans are those of one search, and are made again."""
+    """A copy of a group without the factors by which an earlier search corrected its formats' damage."""
     return replace(group, formats={fmt: replace(cost, factor=1.0) for fmt, cost in group.formats.items()})
 
 
@@ -382,7 +382,7 @@ def evidence_bytes(subject: SearchSubject, windows: Sequence[Tensor]) -> tuple[i
 
 
 def smallest_bytes(subject: SearchSubject, formats: Sequence[str]) -> int:
-    """The bytes of the smallest plan: known before a number is read."""
+    """The bytes of the smallest plan that these formats allow; no weight is read for it."""
     tensors = subject.tensors
     groups = subject.groups(tensors)
     return sum(tensor.nbytes for tensor in subject.stays.values()) + sum(
@@ -423,7 +423,7 @@ def _predicted(rounded: RoundedWeights, experts: ExpertDamage, weights: Sequence
 
 
 def _only(group: TensorGroup, formats: Sequence[str]) -> TensorGroup:
-    """The group with these candidates; the file keeps all that were ever asked for."""
+    """A copy of a group with these candidates alone; the evidence file keeps all that were ever asked for."""
     return replace(group, formats={fmt: group.formats[fmt] for fmt in formats})
 
 
@@ -476,7 +476,7 @@ class SumsOfShares:
         self.files, self._subject, self._threads, self._scratch = files, subject, threads, scratch
 
     def make(self, share: WindowShare) -> InFiles:
-        """The sums as the client would take them: with as many threads, for products depend on them in the last bit."""
+        """Compute the sums of a share, with the client's number of threads: products depend on it in the last bit."""
         folder = self._scratch / f"{share.first}-{'-'.join(share.takes)}"
         folder.mkdir(exist_ok=True)
         with _taking_sums, torch_threads(self._threads):
@@ -536,7 +536,7 @@ def _add_answers(
     scratch: Path,
     on_step: Callable[[int], None],
 ) -> None:
-    """Add the next share, whose inputs come after its gradients; `statistics` changes when both are there."""
+    """Add the workers' sums of the next share to `statistics`: gradients come first, inputs in a second answer."""
     writer = ScratchWriter()
     answered: list[tuple[ShareSums, dict[str, StoredTensor]]] = []
     for sums, tensors in answers:

@@ -61,7 +61,7 @@ AHEAD = 2  # jobs that wait for a process: their arrays are in memory
 
 @dataclass(frozen=True)
 class RoundingJob:
-    """Weights of one input and the formats they are wanted in, each with the file for it; float32 arrays."""
+    """A job for a process: weights with one input, statistics, and (weight, format, file to write) of each result."""
 
     weights: Mapping[str, Array]
     together: Mapping[str, int]  # numbers of a weight and of those that are rounded as it is: experts of a layer
@@ -72,7 +72,7 @@ class RoundingJob:
     at_once: int = ROUNDED_AT_ONCE  # numbers of a weight
 
     def run(self) -> list[tuple[str, str, dict[str, StoredTensor]]]:
-        """Names, formats, and where the encoded parts lie."""
+        """Round and write everything; returns (weight, format, where the encoded parts lie) for each result."""
         writer = ScratchWriter()
         return [
             (name, fmt, writer.write(path, encoded.parts))
@@ -152,7 +152,7 @@ class RoundingProcesses:
 
 
 class JobRounder:
-    """What a worker of a Dask cluster rounds with: a job brings all that it needs, and its answer is sent back."""
+    """Rounds on a worker of a Dask cluster: a job brings weights and statistics, and results are sent back."""
 
     files: Sequence[Path] = ()
 
@@ -338,7 +338,7 @@ class RoundedWeights:
 
     @contextmanager
     def predicting(self) -> Iterator[Callable[..., Iterator[Any]]]:
-        """`map`, on several threads where matrices are small; results are in the order of the jobs."""
+        """Yield `map`, on several threads where matrices are small; results come in the order of the jobs."""
         has_experts = any(site.slice is not None for site in self.subject.sites.values())
         workers = 1 if has_experts else self._workers(self.subject.sites)  # formats of experts share what is computed
         if workers < 2:
@@ -385,12 +385,12 @@ class RoundedWeights:
             yield
 
     def _work(self, pairs: list[tuple[str, str]]) -> int:
-        """About how long weights take to round, in any unit."""
+        """An estimate of the time to round these (weight, format) pairs, in an arbitrary unit."""
         shapes = [self.subject.sites[name].shape for name, _ in pairs]
         return sum(math.prod(shape) * shape[-1] for shape in shapes)
 
     def _job_for_process(self, pairs: list[tuple[str, str]]) -> RoundingJob:
-        """Weights of one input, with all that rounds them."""
+        """A job for another process: round these (weight, format) pairs, which share one input."""
         names = list(dict.fromkeys(name for name, _ in pairs))
         hessian, statistics = self.statistics.hessian(names[0]), self.statistics
         return RoundingJob(
@@ -404,7 +404,7 @@ class RoundedWeights:
         )
 
     def _round_job(self, pairs: list[tuple[str, str]]) -> list[tuple[str, str]]:
-        """Weights of one input, with one Hessian."""
+        """Round these (weight, format) pairs, which share one input's Hessian, in this process."""
         with self._lock:
             hessian = self.statistics.hessian(pairs[0][0])
         inputs = None if hessian is None else InputHessian(hessian)
@@ -479,7 +479,7 @@ class RoundedWeights:
                     self.gain(projection, fmt)
 
     def gain(self, projection: str, fmt: str) -> float:
-        """What is left of the damage of plain rounding after compensated rounding, on some rows of a layer."""
+        """The damage after compensated rounding over that of plain rounding, on some rows of a middle layer."""
         key = projection, fmt
         if key not in self._gains:
             names = natural_order(name for name in self.subject.sites if projection_of(name) == projection)
@@ -500,7 +500,7 @@ class RoundedWeights:
         return float(damage_of_rows(site, change, self.statistics, rows).sum())
 
     def _quick_damage(self, site: WeightSite, weight: Tensor) -> Tensor:
-        """The damage of each row in a format that is encoded in no time."""
+        """The damage of each row in a format that is encoded fast: a base to which others are compared."""
         if site.name not in self._quick:
             fmt = formats_that_hold(site.shape, QUICK_FORMATS)[0]
             self._quick[site.name] = self._damage_in(site, weight, fmt)
@@ -536,7 +536,7 @@ class RoundedWeights:
             )
 
     def _input_hessian(self, name: str) -> InputHessian | None:
-        """The last one is remembered: formats of a weight, and layers that read one input, come one after the other."""
+        """The Hessian of a weight's inputs; the last is kept, since formats of one weight follow each other."""
         owner = self.statistics.owner(name)
         if self._recent.hessian is None or self._recent.hessian[0] != owner:
             hessian = self.statistics.hessian(name)
@@ -559,12 +559,12 @@ def _pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def by_width(shape: tuple[int, ...], formats: Iterable[str]) -> list[str]:
-    """Formats whose blocks have one width together: they are rounded with one factor of the inputs."""
+    """Sort formats so that those with equally wide blocks are together: they share a factor of the inputs."""
     return sorted(formats, key=lambda fmt: _width(shape, fmt))
 
 
 def _height(shape: Sequence[int], fmt: str) -> int:
-    """Rows that share a scale."""
+    """How many neighbouring rows share a scale in a format."""
     return 1 if get_format(fmt).is_cast else layout_of(get_format(fmt), tuple(shape)).height
 
 
@@ -641,7 +641,7 @@ def experts_together(subject: SearchSubject, weights: Iterable[str]) -> list[tup
 
 
 class ExpertDamage:
-    """Nats a token of all experts of a projection, format by format; the last ones' statistics are remembered."""
+    """Predicts the damage, in nats a token, of one format for all experts of a projection."""
 
     def __init__(self, rounded: RoundedWeights) -> None:
         self._rounded = rounded
@@ -679,7 +679,7 @@ class ExpertDamage:
         return _Sample(weights, torch.stack(inputs), minded, float(all_quick.sum()), part)
 
     def _quick(self, names: Sequence[str], fmt: str) -> Tensor:
-        """The damage of each expert with inputs taken as independent: by the diagonal of their second moments."""
+        """Each expert's damage if its inputs were independent: from the diagonal of their second moments."""
         subject, statistics = self._rounded.subject, self._rounded.statistics
         weights = torch.stack([subject.weight(name) for name in names])
         diagonals, gradients = [], []
@@ -695,7 +695,7 @@ class ExpertDamage:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Some rows [experts, rows, K] of some experts with their inputs [experts, K, K]; `quick` is their part of all."""
+    """Some rows [experts, rows, K] of some experts with their inputs [experts, K, K], and their share of the damage."""
 
     weights: Tensor
     inputs: Tensor
@@ -716,7 +716,7 @@ def _change_of_expert_damage(weights: Tensor, fmt: str) -> Tensor:
 
 
 def _independent(change: Tensor, diagonal: Tensor, gradients: Tensor) -> Tensor:
-    """Nats a token of each expert's rows, inputs taken as independent."""
+    """The damage, in nats a token, of each row of experts, as if inputs were independent of each other."""
     moved = torch.bmm(change.square(), diagonal.float()[:, :, None])[:, :, 0]
     return gradients.double() * moved.double() / 2
 

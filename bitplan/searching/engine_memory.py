@@ -26,7 +26,7 @@ from bitplan.searching.goal import SearchError
 
 
 class Held(Protocol):
-    """The texts that an engine must hold at once: `batch` of them, of `context` tokens each, on a GPU or not."""
+    """The texts that an engine holds at once: `batch` of `context` tokens each, in a GPU's memory or not."""
 
     @property
     def context(self) -> int: ...

@@ -104,12 +104,12 @@ _WITH_INPUT, _IN_HOST = "+", "@host"
 
 
 def candidate_name(fmt: str, rounded: str | None) -> str:
-    """What evidence and choices call a format of weights whose products round their inputs."""
+    """The name of a candidate: a format of weights, with the format to which products round inputs, if any."""
     return fmt if rounded is None else f"{fmt}{_WITH_INPUT}{rounded}"
 
 
 def in_host(candidate: str) -> str:
-    """What choices between two memories call a candidate whose weights lie in the host's (`two_memories`)."""
+    """The name of a candidate whose weights lie in the host's memory, in plans for two memories (`two_memories`)."""
     return candidate + _IN_HOST
 
 
@@ -172,7 +172,7 @@ class TensorGroup:
     kinds: Mapping[str, float] = field(default_factory=dict)  # its nats on each kind of text over those on all
 
     def nats(self, fmt: str) -> float:
-        """What the format is believed to cost, alone."""
+        """The damage of a format in this group alone, in nats a token, with all corrections so far."""
         cost = self.formats[fmt]
         return cost.predicted * self.factor * cost.factor + cost.inputs
 
@@ -234,12 +234,12 @@ class SearchEvidence:
         return sum(self.nats(group, fmt) for group, fmt in choice.items())
 
     def harm(self, choice: Mapping[str, str]) -> float:
-        """What a choice is judged by when formats are chosen: nats, each group's by its weight, on the worst aim."""
+        """What the solver minimises: nats of all groups, weighted, for the kinds of text where it is largest."""
         harms = [self.harms(group, fmt) for group, fmt in choice.items()]
         return max(map(sum, zip(*harms, strict=True)), default=0.0)
 
     def harms(self, group: str, fmt: str) -> list[float]:
-        """What a format of a group adds to each of the goal's aims."""
+        """A format's weighted nats in one group, for each aim (a mixture of kinds of text) of the goal."""
         tensor_group = self.groups[group]
         nats = self.nats(group, fmt) * tensor_group.weight
         shares = [sum(share * tensor_group.kinds.get(kind, 1.0) for kind, share in aim.items()) for aim in self.aims]
@@ -251,7 +251,7 @@ class SearchEvidence:
         return self.staying_bytes + group_bytes + self.workspace(choice)
 
     def workspace(self, choice: Mapping[str, str]) -> int:
-        """The most that a product of a choice takes while it runs."""
+        """Bytes that the largest product of a choice needs while it runs."""
         return max((self.groups[group].formats[fmt].workspace for group, fmt in choice.items()), default=0)
 
     def host_bytes(self, choice: Mapping[str, str]) -> int:

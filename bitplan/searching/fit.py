@@ -206,7 +206,7 @@ def joint_evidence(
 
 
 def _kept(kv: SearchEvidence) -> str:
-    """The format that stands for keys and values as they are."""
+    """The plain format in which keys and values stay where they are not packed."""
     group = next(iter(kv.groups.values()))
     return next(fmt for fmt in group.formats if get_format(fmt).is_cast)
 
@@ -323,7 +323,7 @@ def _without_picture(document: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plan_of(weights: SearchEvidence, kv: SearchEvidence, choice: Mapping[str, str]) -> tuple[Plan, KVFormats]:
-    """The plan of a joint choice: tensors with their reasons, and a part for every layer's keys and values."""
+    """Turn a joint choice into a plan of the tensors, with reasons, and the formats of keys and values."""
     chosen = {name: fmt.removesuffix("@host") for name, fmt in choice.items() if name in weights.groups}
     tensors, formats = explain_plan(weights, chosen), kv_of_choice(choice)
     waiting = {tensor for name in chosen if is_in_host(choice[name]) for tensor in weights.groups[name].tensors}
@@ -379,7 +379,7 @@ def landscape(
 
 
 def _within(joint: SearchEvidence, kv: SearchEvidence, goal: FitGoal) -> None:
-    """Refuse a memory that no plan has."""
+    """Raise where no plan fits into the goal's memory, with what the smallest would take."""
     least = {name: min(cost.nbytes for cost in group.formats.values()) for name, group in joint.groups.items()}
     reserved, in_kv = joint.stays[RESERVED].nbytes, sum(least[name] for name in kv.groups)
     weights = joint.staying_bytes - reserved + sum(least.values()) - in_kv
@@ -387,7 +387,7 @@ def _within(joint: SearchEvidence, kv: SearchEvidence, goal: FitGoal) -> None:
 
 
 def _refuse_below(model: str, goal: FitGoal, weights: int, in_kv: int, reserved: int) -> None:
-    """Refuse a memory below the smallest plan's, by what that takes, and by the context that there is room for."""
+    """Raise for a memory below that of the smallest plan; the message has both, and the context that would fit."""
     needed = weights + in_kv + reserved
     if needed <= goal.memory + (goal.ram or 0) and in_kv + reserved <= goal.memory:
         return
@@ -586,7 +586,7 @@ def _placed(joint: SearchEvidence, goal: FitGoal, choice: Mapping[str, str]) -> 
 
 
 def _compared(joint: SearchEvidence, choice: Mapping[str, str]) -> list[str]:
-    """The uniform formats around a plan's bits: with as many or more, and with fewer."""
+    """The uniform formats nearest to a plan's bits a weight, one above and one below, to measure beside it."""
     chosen_formats = {
         name: fmt for name, fmt in choice.items() if in_host(fmt.removesuffix("@host")) in joint.groups[name].formats
     }

@@ -55,7 +55,7 @@ def no_stage(_what: str, _total: int) -> Iterator[Advance]:
 
 @contextmanager
 def in_shares(stage: Stage, phase: str, total: int) -> Iterator[Advance]:
-    """A stage whose steps differ in work: shown in thousandths of all of it, so that what is left can be told."""
+    """Run a stage whose steps take unequal work: progress is shown in thousandths of all work."""
     done = shown = 0
     with stage(phase, SHARES) as advance:
 
@@ -168,7 +168,7 @@ def _seconds(step: Callable[[], object]) -> float:
 def expected_phases(
     shapes: Sequence[tuple[int, ...]], blocks: int, text: Mapping[str, int], formats: int, steps: MeasuredSteps
 ) -> dict[str, ExpectedPhase]:
-    """The time of each phase, by what it does.
+    """Predict steps and seconds of each phase of a search from its sizes and measured times of single steps.
 
     shapes   of the weights that are searched; of experts, of each
     text     tokens by phase: "statistics" and of them "watched", "checks", "proof"; and "steps" and "windows" of it
@@ -255,7 +255,7 @@ class PhaseClock:
         self.log.write_lines(line)
 
     def seconds_in_all(self, current: str) -> float | None:
-        """Seconds of the whole search: those that are over, and what is left as fast as it went until now."""
+        """An estimate of the whole search's seconds: what is over, and the rest at the pace until now."""
         if current not in self.expected:
             return None
         done = {name: self._share(name) * phase.seconds for name, phase in self.expected.items()}
@@ -344,7 +344,7 @@ def _resident() -> int:
 
 
 def _copied(parameter: Tensor) -> int:
-    """Bytes that a parameter in float32 takes beside the model."""
+    """Bytes of a float32 copy of a parameter; 0 where the parameter itself is float32 in memory."""
     return 0 if parameter.dtype == torch.float32 and not parameter.is_meta else 4 * parameter.numel()
 
 

@@ -35,7 +35,7 @@ Kinds = str | Sequence[float]
 
 
 def check_kinds(kinds: Kinds) -> None:
-    """Refuse what does not say how much each kind of text counts."""
+    """Raise where `kinds` is neither "mean", "worst" nor shares of the kinds of text."""
     shares = () if isinstance(kinds, str) else kinds
     if isinstance(kinds, str) and kinds not in (MEAN, WORST):
         raise GoalError(f"of several kinds of text mean, worst or shares as 0.7:0.3 count, got {kinds!r:.60}")
@@ -144,7 +144,7 @@ class Goal:
 
     @property
     def asks_for_least_time(self) -> bool:
-        """Whether a plan for two memories may be as slow as it likes, within a distance."""
+        """Whether the fastest plan is sought whose KL is within `max_kl`, over two memories."""
         return self.host is not None and self.us is None and self.max_kl is not None
 
     @property

@@ -149,7 +149,7 @@ def gather_kv(
 
 
 def dtype_of(subject: SearchSubject) -> str:
-    """The type in which the model's keys and values are where they are left: that of its tables in the file."""
+    """The type of keys and values that are not packed: the most frequent float type of the file's tensors."""
     stored = [
         entry.stored for entry in subject.stored.entries.values() if entry.stored in ("bfloat16", "float16", "float32")
     ]
@@ -167,7 +167,7 @@ def _kl(reference: Tensor, other: Tensor) -> float:
 
 
 def _check_formats(evidence: SearchEvidence, meter: PlanMeter, formats: Sequence[str], stage: Stage) -> None:
-    """Measure keys of all layers, then values, in each format at once, and correct what single layers predict."""
+    """Measure each format on the keys of all layers at once, then on values, and correct predictions by it."""
     parts = by_part(evidence.groups)
     with stage("checking keys and values", len(parts) * len(formats)) as advance:
         for part, names in parts.items():

@@ -164,7 +164,7 @@ def config_of(model: nn.Module | str | Path) -> Any:
 
 
 class FitLike(Held, Protocol):
-    """The goal of a fit, as far as memory beside weights depends on it."""
+    """What measuring memory needs to know of a fit's goal: texts, context, device."""
 
     @property
     def device(self) -> str: ...
@@ -178,7 +178,7 @@ class FitLike(Held, Protocol):
 
 @dataclass
 class Reserve:
-    """Memory beside weights, keys and values: measured for bitplan, by a formula for other engines.
+    """Memory of a running model beside weights, keys and values: measured for bitplan, a formula for other engines.
 
     Two runs of one process differ by 10 MB, so what was measured is kept: the same goal has the same plan.
     """
@@ -395,7 +395,7 @@ def _filled(model: Any, batch: int, tokens: int, device: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Token:
-    """Microseconds of a token: the device's work, the host's to launch it, and both until it is known."""
+    """Measured microseconds of one token: work on the device, launching by the host, and both together."""
 
     busy: float
     launch: float
@@ -403,7 +403,7 @@ class _Token:
 
 
 def _measure_times(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> TokenTimes:
-    """Time tokens of models with few layers: in two formats, with weights in either memory, and with more layers."""
+    """Time tokens of small models: in two formats, with weights in either memory, and with more layers."""
     import torch
 
     torch_device = torch.device(device)

@@ -167,7 +167,7 @@ class PlanMeter:
         on_windows: OnWindows | None = None,
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Quality:
-        """The model with hooks on some of its layers, which see what goes through or change it; and new weights.
+        """Measure the model with hooks on some layers, which see or change what goes through, and with new weights.
 
         around   what else is changed while it runs
         """
@@ -248,7 +248,7 @@ class PlanMeter:
         around: Callable[[], AbstractContextManager[None]] = nullcontext,
         room: int = 0,
     ) -> WindowLogits:
-        """The blocks are run now, for all windows; norm and head when a window is asked for."""
+        """Run the blocks on all windows now; the result makes logits when a window is asked for."""
         last = self._runner.through_blocks(equal_lengths(self.windows, max(1, BATCH // len(self.windows[0]))), replaced)
         return WindowLogits(self._runner, last, around, room)
 
@@ -408,7 +408,7 @@ def candidates_of(subject: SearchSubject, group: Sequence[str], formats: Sequenc
 def add_rounded_inputs(
     evidence: SearchEvidence, meter: PlanMeter, formats_of: Mapping[str, Sequence[str]], stage: Stage
 ) -> None:
-    """Put the candidates that round inputs into the evidence, beside those of the same weights with inputs kept."""
+    """Add to the evidence candidates whose products round inputs, beside those of the same formats that do not."""
     missing: dict[str, list[tuple[str, str]]] = {}  # a format of inputs -> groups and candidates
     for name, candidates in formats_of.items():
         for candidate in candidates:
@@ -439,7 +439,7 @@ def _weights(evidence: SearchEvidence, subject: SearchSubject, group: str) -> li
 
 
 def _predicted(meter: PlanMeter, weights: Mapping[str, Sequence[str]], rounded: str) -> dict[str, float]:
-    """Nats of each group with its inputs rounded, all others as they are, by its outputs' changes."""
+    """Predict the nats of rounding one group's inputs, for each group, from the change of its layers' outputs."""
     sites = meter.rounded.subject.sites
     sums: dict[str, Tensor] = {}
     tokens: dict[str, int] = {}

@@ -242,7 +242,7 @@ def _against(winner: MeasuredPlan, rival: MeasuredPlan) -> dict[str, Any]:
 
 
 def _heat(evidence: SearchEvidence, choice: Mapping[str, str]) -> list[dict[str, Any]]:
-    """A cell for every group: where it lies, what it got, what that costs, and what the smallest format would cost."""
+    """A cell for every group of the page's heat map: layer, part, format, its damage, that of the smallest format."""
     cells = []
     for name, fmt in choice.items():
         layer, part = place_of(name)
@@ -455,7 +455,7 @@ class Searcher:
         return result
 
     def collect(self, goal: Goal) -> tuple[SearchEvidence, PlanMeter]:
-        """The evidence, gathered at the first goal, and what measures on the windows for checks."""
+        """Gather the evidence (once), and return it with a meter that measures plans on the windows for checks."""
         rows = goal.rows if goal.faster is not None else None
         if self._collected is None or (rows is not None and not is_timed(self._collected[0], rows)):
             most = goal.most_bytes(self.subject.numbers)
@@ -627,7 +627,7 @@ class Searcher:
         return f"; {by_reason.total():,} bytes stay as they are, {nbytes:,} of them: {reason}"
 
     def _save_corrected(self, evidence: SearchEvidence) -> None:
-        """Corrections into the file, which may know formats that this search did not ask for."""
+        """Write corrections into the evidence file, where formats that this search did not ask for stay."""
         if self.folder is None:
             return
         saved = SearchEvidence.load(self.folder / EVIDENCE)
@@ -706,7 +706,7 @@ def _is_better(goal: Goal) -> Callable[[MeasuredPlan], tuple[float, float]]:
 def solve_and_correct(
     evidence: SearchEvidence, goal: Goal, meter: PlanMeter, stage: Stage = no_stage
 ) -> tuple[Solution, int, float]:
-    """Solve; where measured KL is not what was predicted, correct the damage of formats by it and solve again.
+    """Solve and measure the plan; while that is not what was predicted, correct the formats' damage and solve again.
 
     The text for this is that of the checks. Uniform plans of the size, which the proof measures too, come first: what
     they say of their formats counts before a plan is solved. Of all plans that were solved the best by measurement is
@@ -718,7 +718,7 @@ def solve_and_correct(
     limits = goal if goal.asks_for_fewest_bytes else replace(goal, max_kl=None)
 
     def measured(choice: Mapping[str, str], label: str) -> tuple[float, float]:
-        """The KL, and what the goal is about."""
+        """Measure a choice: its KL, and the figure that the goal is about."""
         meter.prepare(evidence, [choice], stage)
         with stage("correcting", 1) as advance:
             if evidence.aims:
@@ -768,7 +768,7 @@ def solve_and_correct(
 
 
 def _by_all_evidence(evidence: SearchEvidence, goal: Goal, best: Solution, tried: Sequence[Solution]) -> Solution:
-    """The plan that was measured to be best, by evidence that the last measurement has corrected, too.
+    """The best measured plan, predicted by the final evidence; `promised`: by how much another may be better.
 
     By that another plan may promise less damage. Where it was measured, it is known to be worse.
     """

@@ -106,7 +106,7 @@ def _shared_parts(names: Sequence[str]) -> list[str]:
 
 @dataclass(frozen=True)
 class ExpertSlice:
-    """Rows of one expert in a stack: a tensor of the file, or an item of one that has them all."""
+    """Where one expert's weight lies: rows of an item of a stack that the model keeps as one parameter."""
 
     name: str  # the file's, or `expert_name` of it
     stack: str  # the model's parameter
@@ -186,7 +186,7 @@ UNKNOWN_LAYER = "not the weight of a linear layer or an embedding: nothing is kn
 
 @dataclass(frozen=True)
 class WeightSite:
-    """A weight, and the layers that use it: several where it is tied."""
+    """A weight to find a format for, and the layers that multiply by it or look its rows up (several if tied)."""
 
     name: str
     shape: tuple[int, ...]
@@ -269,7 +269,7 @@ class SearchSubject:
         return group_tensors(tensors, fused=self.fused, joined_names=self.seen_groups if self.fused else None)
 
     def aim_at(self, target: Target) -> None:
-        """Leave to a runtime what it packs: no embeddings, or nothing but blocks."""
+        """Take out of the search what a runtime does not pack, such as embeddings, or all but blocks."""
         self.target = target
         if target.packs_layers:
             self._keep_whole_layers()

@@ -41,7 +41,7 @@ Cell = tuple[str, str]  # a projection and a format
 
 @dataclass
 class Corrections:
-    """Evidence as it is now, and the whole plans that were measured since; `apply` changes the evidence."""
+    """Corrects an evidence's damage of formats by the KL of whole plans that were measured (`add`, then `apply`)."""
 
     evidence: SearchEvidence
     _measured: list[tuple[dict[Cell, float], float, float]] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Corrections:
             self._measured.append((cells, kl / self._together, inputs))
 
     def apply(self) -> None:
-        """The factors of formats and `together`, from everything that was measured so far."""
+        """Set the factors of formats, and the factor of all together, to fit every measurement so far."""
         if not self._measured:
             return
         of_format, of_cell, by_damage, together = self._fit()
@@ -108,7 +108,7 @@ class Corrections:
         return of_format, of_cell, float(solution[-2]), float(solution[-1])
 
     def _damage(self, choice: Mapping[str, str]) -> dict[Cell, float]:
-        """Nats by projection and format, as they were predicted at first."""
+        """The predicted nats of a choice by (projection, format), before any correction."""
         cells: dict[Cell, float] = {}
         for name, fmt in choice.items():
             group, cell = self.evidence.groups[name], (place_of(name)[1], weight_format(fmt))
@@ -117,7 +117,7 @@ class Corrections:
         return {cell: nats for cell, nats in cells.items() if nats > 0}
 
     def _checked_cells(self) -> list[dict[Cell, float]]:
-        """Costs of each projection as it was measured in all layers at once: its factor makes that so."""
+        """For each projection that was measured in all layers at once: its nats by (projection, format)."""
         parts: dict[str, dict[str, str]] = {}
         for name, group in self.evidence.groups.items():
             if group.checked in group.formats:
@@ -125,7 +125,7 @@ class Corrections:
         return [cells for choice in parts.values() if (cells := self._damage(choice))]
 
     def _steps_from_check(self) -> dict[Cell, float]:
-        """How much worse a format is than the one in which its projection was checked, as a logarithm."""
+        """The logarithm of a format's damage over that of the format in which its projection was checked."""
         logarithms: dict[Cell, list[float]] = {}
         for name, group in self.evidence.groups.items():
             checked = group.formats.get(group.checked)
@@ -213,7 +213,7 @@ def plan_for(evidence: SearchEvidence, goal: Goal) -> Mapping[str, str]:
 
 
 def kl_out_of_reach(evidence: SearchEvidence, most: float, least: float, force: Mapping[str, str] | None = None) -> str:
-    """What is said where the other limits leave no plan within a KL, but one of `least` nats."""
+    """A sentence for errors: the other limits allow a KL of `least` nats, `most` was asked for, and what it takes."""
     alone = _Problem(evidence, None, dict(force or {})).best("bytes", {"nats": most}, GAP)
     needed = "no choice of these formats reaches it" if alone is None else _size(evidence.numbers, alone.nbytes)
     return (
@@ -360,7 +360,7 @@ def _nearest_in_two(problem: _Problem, goal: Goal, limits: Mapping[What, float])
 
 @contextmanager
 def _quiet_stdout() -> Iterator[None]:
-    """HiGHS prints a line of its own at times, whatever it is asked, and standard output may be JSON."""
+    """A context that discards standard output, where HiGHS prints lines of its own: the output may be JSON."""
     sys.stdout.flush()
     saved, nowhere = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     try:
@@ -589,7 +589,7 @@ def _total(evidence: SearchEvidence, rivals: Iterable[RivalPlan]) -> int:
 
 
 def _is_common(evidence: SearchEvidence, fmt: str) -> bool:
-    """Whether most of the weights can have the format: else a plan of it is a plan of another.
+    """Whether most of the weights can have the format: else a plan of it would mostly be a plan of another.
 
     Rounded inputs are a rival's where they are all that there is, or may be faster: else they only add damage.
     """
@@ -612,7 +612,7 @@ def _uniform(evidence: SearchEvidence, fmt: str) -> dict[str, str]:
 def _two_formats(
     evidence: SearchEvidence, label: str, is_high: Callable[[SearchEvidence, str], bool], low_format: str
 ) -> Iterable[RivalPlan]:
-    """Plans with some groups in each format of more bits, all others in this one."""
+    """Plans that give groups chosen by `is_high` each format of more bits, and all others `low_format`."""
     high = {name for name in evidence.groups if is_high(evidence, name)}
     if not _is_common(evidence, low_format) or not high or len(high) == len(evidence.groups):
         return

@@ -76,7 +76,7 @@ _MATMULS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 def unseen_name(stack: str) -> str:
-    """Whose the statistics are that experts of a stack have to which no token was sent."""
+    """The name under which statistics are kept that experts of a stack share if no token was sent to them."""
     return stack + _UNSEEN
 
 
@@ -90,7 +90,7 @@ OnProduct = Callable[[str, int, Tensor, Tensor], None]
 
 
 class WatchedProducts(TorchFunctionMode):
-    """Calls back for every product with a slice of one of the stacks."""
+    """A context that calls `on_product` for every product with an expert of one of the stacks."""
 
     def __init__(self, stacks: Mapping[str, Tensor], on_product: OnProduct) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class RoutedTokens:
                 sums[f"{unseen_name(stack)}.{key}"] = pooled * (FEWEST_TOKENS / got)
 
     def complete_gradients(self, slices: Sequence[ExpertSlice], sums: dict[str, Tensor], key: str, tokens: int) -> None:
-        """Means over the tokens of each expert, times all tokens; of an expert without any, the mean over all."""
+        """Scale each expert's sums to all tokens; an expert without any gets the mean over all experts."""
         for owners in _stacks_of(slices).values():
             for part in {expert.rows.start for expert in owners}:
                 same_rows = [expert for expert in owners if expert.rows.start == part]
@@ -272,7 +272,7 @@ BETWEEN = OUTPUTS.removeprefix(".")
 
 
 class LastMatrix(threading.local):
-    """The matrix that a thread asked for last: formats come one after the other, and ask for the same again."""
+    """A thread's cache of one matrix: formats of one weight follow each other and ask for the same again."""
 
     key: object = None
     matrix: Tensor | None = None
@@ -284,7 +284,7 @@ class LastMatrix(threading.local):
 
 @dataclass
 class SumFiles:
-    """Sums by name: some in memory, others in files, where each is added up of parts when it is asked for."""
+    """Sums by name, some in memory; of others parts lie in files and are added up when they are asked for."""
 
     small: dict[str, Tensor] = field(default_factory=dict)
     parts: dict[str, list[StoredTensor]] = field(default_factory=dict)
@@ -306,7 +306,7 @@ class SumFiles:
         return total
 
     def release(self, key: str) -> None:
-        """A sum that was written elsewhere: files of parts go when nothing in them is wanted any more."""
+        """Forget a sum that was saved elsewhere, and delete files of parts that no other sum needs."""
         stored_parts = self.parts.pop(key, [])
         paths_in_use = {stored.path for parts in self.parts.values() for stored in parts}
         for path in {stored.path for stored in stored_parts}:
@@ -320,7 +320,7 @@ class SumFiles:
         return sorted({*self.small, *self.parts})
 
     def add(self, small: Mapping[str, Tensor], files: Mapping[str, StoredTensor]) -> None:
-        """Parts of more windows, in memory and in files of their own."""
+        """Add the sums of more windows: `small` in memory, those of `files` as further parts."""
         for key, part in small.items():
             self.small[key] = self.small[key] + part.cpu() if key in self.small else part.cpu()
         self._last = LastMatrix()
@@ -422,7 +422,7 @@ class InputStatistics:
         return squares if squares is not None and self.gradient_tokens >= TOKENS_PER_OUTPUT * len(squares) else None
 
     def moments(self, name: str) -> Tensor | None:
-        """How much each column of what is looked up counts, [K] in any unit; None for weights of layers."""
+        """How much each column of an embedding counts, [K] in any unit; None for weights of layers."""
         is_input = f"{self.shared.get(name, name)}.{INPUTS}" in self.sums
         return None if is_input else self.sums.get(f"{name}.{LOOKUP}")
 
@@ -611,7 +611,7 @@ def sums_of_share(
 
 
 def steps_of(subject: SearchSubject, windows: Sequence[Tensor], done: int) -> int:
-    """What `on_step` is called with in all, for the windows that are left."""
+    """How many steps `on_step` will count for the windows after the first `done`."""
     return sum(steps_of_share(subject, share) for share in shares_of(windows, done))
 
 
@@ -678,7 +678,7 @@ class _Passes:
         return ShareSums(small, self._shared, self._experts_read, self._share)
 
     def _leave(self, states: Sequence[TokenStates]) -> list[Tensor]:
-        """Norm and head, and the gradients of the loss by the last states."""
+        """Run norm and head; returns the gradients of the loss by the last block's states."""
         gradients_of_states, at = [], self._first
         blockless = not self._runner.blocks
         for state in states:
@@ -822,7 +822,7 @@ class _Passes:
             yield
 
     def _complete_experts(self, slices: Sequence[ExpertSlice]) -> None:
-        """Whose inputs each expert of a block has: its own, which gate and up share, or those of all that got none."""
+        """Complete the inputs of experts that got few tokens, and note which weights share inputs."""
         experts = _by_expert(slices).values()
         owners = [expert_slices[0] for expert_slices in experts]
         self._require_products(owners)
@@ -830,7 +830,7 @@ class _Passes:
         self._experts_read += [(weights[0].stack, [expert.name for expert in weights]) for weights in experts]
 
     def _require_products(self, owners: Sequence[ExpertSlice]) -> None:
-        """Experts that are multiplied in a way that nobody watches would be taken to do no damage."""
+        """Raise where a stack's experts were multiplied unseen: they would be taken to do no damage."""
         stacks_with_sums = {owner.stack for owner in owners if f"{owner.name}.{INPUTS}" in self._sums}
         unseen = [owner for owner in owners if owner.stack not in stacks_with_sums]
         if unseen:
@@ -870,7 +870,7 @@ class _Passes:
         return hook
 
     def _watch(self, output: Tensor, key: str, inputs: Tensor | None = None) -> None:
-        """Sums of squared gradients; with a layer's inputs their squares, too, each token's by its gradient's."""
+        """In backward add up squares of an output's gradients, and those of `inputs`, weighted by their token's."""
 
         def hook(gradient: Tensor) -> None:
             if key.endswith(f".{BETWEEN}"):
@@ -889,14 +889,14 @@ class _Passes:
         self._sums[key] = self._sums[key].add_(part) if key in self._sums else part
 
     def _add_squares(self, key: str, vectors: Tensor) -> None:
-        """Sums of products of all pairs of columns; where they are, for they may be the largest thing in memory."""
+        """Add products of all pairs of columns to a sum, in place: it may be the largest thing in memory."""
         rows = vectors.detach().reshape(-1, vectors.shape[-1]).float()
         if key not in self._sums:
             self._sums[key] = rows.new_zeros(rows.shape[1], rows.shape[1])
         add_upper_products(self._sums[key], rows)
 
     def _flush(self) -> None:
-        """Matrices to a file: together they are as large as the model. The rest are vectors."""
+        """Write the matrices among the sums to a file: together they are as large as the model. Vectors stay."""
         large = {key: mirror(self._sums.pop(key)) for key in list(self._sums) if key.endswith(_MATRICES)}
         if not large:
             return
@@ -927,7 +927,7 @@ def add_upper_products(into: Tensor, rows: Tensor) -> None:
 
 
 def mirror(upper: Tensor) -> Tensor:
-    """Below the strips' diagonal, what is above it; where it is."""
+    """Copy what is above the diagonal strips of a symmetric matrix below them, in place."""
     for strip in _strips(upper):
         upper[strip.stop :, strip] = upper[strip, strip.stop :].T
     return upper

@@ -90,7 +90,7 @@ def experts_per_token(subject: SearchSubject) -> int:
 
 
 class ExpertArms:
-    """One layer's experts [experts, outputs, inputs] and tokens for them."""
+    """Timed variants of one layer's experts [experts, outputs, inputs], on random tokens and routes."""
 
     def __init__(self, subject: SearchSubject, weights: Tensor, rows: int) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -225,7 +225,7 @@ def is_timed(evidence: SearchEvidence, rows: int) -> bool:
 
 
 def _time_shape(subject: SearchSubject, weight: Tensor, formats: Sequence[str], rows: int) -> Times:
-    """A linear layer's weight [N, K], or the experts of a layer [experts, N, K]."""
+    """Time products with a weight [N, K], or with a layer's experts [experts, N, K], in BF16 and each format."""
     if weight.dim() == 3:
         experts = ExpertArms(subject, weight, rows)
         return _best_times({REFERENCE: experts.plain, **{fmt: experts.packed(fmt) for fmt in formats}}, weight.device)

@@ -103,7 +103,7 @@ def _squared_gradient(statistics: InputStatistics, name: str) -> float:
 
 
 def read_speeds(path: str | Path, subject: SearchSubject, rows: int) -> dict[str, float]:
-    """How many times BF16's speed each group has in FP8, one where it runs in BF16; another model's is refused."""
+    """Each group's speed in FP8 over BF16, by a policy file; 1 where BF16 wins. Another model's policy is refused."""
     policy = load_policy(path)
     if policy.version == 1:
         raise EvidenceFileError(f"{path}: a policy of version 1 knows no shapes; make one of version 2 of the report")

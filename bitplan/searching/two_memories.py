@@ -50,7 +50,7 @@ DecodingCosts = Mapping[str, Sequence[float]]
 
 
 class TwoMemories(Protocol):
-    """The goal of a fit, as far as two memories go."""
+    """What planning for two memories needs to know of a fit's goal."""
 
     @property
     def memory(self) -> int: ...
@@ -69,7 +69,7 @@ class TwoMemories(Protocol):
 
 
 def scale_bytes(fmt: str, shapes: Iterable[tuple[int, ...]], *, on_gpu: bool) -> int:
-    """Bytes of scales in a kernel's order, which lie on a GPU beside weights that are multiplied as they are packed."""
+    """Bytes of the second copy of scales, in a kernel's order, that a GPU keeps for packed weights."""
     if not on_gpu or get_format(fmt).is_cast:
         return 0
     from bitplan.packed.products.fused import arranged_bytes
@@ -107,7 +107,7 @@ def with_workspace(joint: SearchEvidence, probe: MemoryProbe) -> SearchEvidence:
 
 
 def _at_once(group: TensorGroup) -> int:
-    """Numbers that one product decodes: of experts those of one."""
+    """How many numbers one product decodes: all of a group, or of experts those of one."""
     shapes = [shape for shape, _ in group.tensors.values()]
     return max(math.prod(shape[-2:]) for shape in shapes) if _is_expert(group) else group.numbers
 
@@ -174,7 +174,7 @@ def _share_read(group: TensorGroup, times: TokenTimes, batch: int) -> float:
 
 
 def place_goal(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, of_bytes: Goal) -> Goal:
-    """What the solver is asked for, with the time that products may take."""
+    """The goal for the solver: the two memories' bytes, and the microseconds that products may take."""
     within = replace(of_bytes, host=goal.ram, rows=goal.batch)
     if goal.ms is not None:
         weights_us = 1e3 * goal.ms - times.rest
@@ -192,7 +192,7 @@ def place_goal(joint: SearchEvidence, times: TokenTimes, goal: TwoMemories, of_b
 
 
 def uniform_formats(joint: SearchEvidence) -> list[str]:
-    """Formats that most weights can have in either memory."""
+    """Formats that most weights can have in either memory; raises where there is none."""
     total = sum(group.numbers for group in joint.groups.values())
     numbers_of = {
         fmt: sum(group.numbers for group in joint.groups.values() if in_host(fmt) in group.formats)
@@ -224,7 +224,7 @@ def best_split(joint: SearchEvidence, fmt: str, within: Goal) -> Solution:
 
 
 def _split(joint: SearchEvidence, stay: Mapping[str, str], within: Goal) -> Solution:
-    """How many of each kind of equal groups go to the host: layers are alike, so few numbers are to be found."""
+    """Choose which groups go to the host's memory, by an integer program over kinds of equal groups."""
     optimize = require("scipy.optimize", purpose="searching a plan", extra="search")
     numpy = require("numpy", purpose="searching a plan")
     alike: dict[tuple[float, ...], list[str]] = {}
@@ -256,7 +256,7 @@ def _split(joint: SearchEvidence, stay: Mapping[str, str], within: Goal) -> Solu
 
 
 def crossing_first(joint: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:
-    """Have the first of equal layers cross, with the same formats and bytes: the host is ahead of the others."""
+    """Of equal layers let the first ones lie in the host's memory: their launches are then ahead of the GPU."""
     alike: dict[tuple[Any, ...], list[str]] = {}
     for name, fmt in choice.items():
         group = joint.groups[name]

@@ -54,7 +54,7 @@ class StreamedParameter:
         return ParameterSpec(tuple(self.parameter.shape), self.parameter.dtype)
 
     def put_back(self) -> None:
-        """Give its modules the Parameter again where a call, broken off by Ctrl-C, left the streamed tensor."""
+        """Put the Parameter back into its modules, where Ctrl-C left the streamed tensor in its place."""
         for module, local in self.uses:
             current = module._parameters.get(local)
             if isinstance(current, Tensor) and not isinstance(current, nn.Parameter):
@@ -291,7 +291,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Piece:
-    """One parameter: its format in transfer, its parts, and its part of the scratch (None: it is used in the slot)."""
+    """Where a parameter lies in a block's bytes, in which format, and where its decoded numbers go (None: in place)."""
 
     name: str
     spec: ParameterSpec

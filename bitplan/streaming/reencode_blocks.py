@@ -106,7 +106,7 @@ class _Seen(NamedTuple):
 
 
 class BlockTree:
-    """The modules of one block; a look takes well under a microsecond for each."""
+    """The modules of one block as they were last seen, to notice changes in under a microsecond each."""
 
     def __init__(self, block: StreamedBlock, device: torch.device) -> None:
         self._block, self._device = block, device
@@ -170,7 +170,7 @@ def refuse_unmerging(name: str, mergeable: Iterable[nn.Module]) -> None:
 
 
 class BlockUpkeep:
-    """The formats, bytes and slots of one stream."""
+    """Keeps a stream's bytes on the host up to date with the model's parameters, and applies new formats and slots."""
 
     def __init__(
         self, blocks: list[StreamedBlock], formats: BlockFormats, loader: WeightLoader, options: StreamRequest
@@ -405,7 +405,7 @@ class BlockUpkeep:
         self._note(block)
 
     def _note(self, block: StreamedBlock) -> None:
-        """Remember the parameters as they are now, without reading them."""
+        """Remember versions and addresses of a block's parameters, so that later changes are noticed."""
         self._seen[block.name] = _look_at_block(block)
         self._unread.discard(block.name)
 

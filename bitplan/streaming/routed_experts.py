@@ -298,7 +298,7 @@ class RoutedExperts:
         return self._views[key]
 
     def _chosen(self, at: int, routes: Tensor) -> Sequence[int]:
-        """The experts that this call needs: what the router chose, read here, or all."""
+        """The experts that a call needs: those that the router chose (waits for the GPU), or all of them."""
         mixture = self.mixtures[at]
         if mixture.is_whole and in_backward():
             return range(mixture.count)

@@ -63,7 +63,7 @@ class SavedWeight(NamedTuple):
 
 
 class _Passed(NamedTuple):
-    """What the outer pack hook of autograd returned for a tensor, with the outer unpack hook, which restores it."""
+    """A tensor saved through another library's hooks: what their pack hook returned, and their unpack hook."""
 
     value: Any
     unpack: Callable[[Any], Tensor]

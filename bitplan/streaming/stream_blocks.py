@@ -70,7 +70,7 @@ class BlockCalls:
         self._reusing: list[nn.Module] = []  # layers that keep casts of their weights, by where those lie in memory
 
     def wrap(self, index: int, block: StreamedBlock, forward: Callable[..., Any]) -> None:
-        """Put `forward`, wrapped, in the place of a block's own; outside of it, so that it may be compiled code."""
+        """Replace a block's forward by one that first brings its weights to the device, then calls `forward`."""
 
         @functools.wraps(block.module.forward)
         def streamed(*args: Any, **kwargs: Any) -> Any:

@@ -47,7 +47,7 @@ from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 
 
 class WeightLoader:
-    """The moving part of a stream; all decisions are in `streaming.transfer.schedule`."""
+    """Loads blocks into slots of the device as the computation asks; `streaming.transfer.schedule` decides which."""
 
     def __init__(
         self,
@@ -329,7 +329,7 @@ class WeightLoader:
         return self._decoder.weights(block, self._buffer, self.ring.scratch_of(block))
 
     def settled(self, block: int) -> dict[str, Tensor] | None:
-        """The parameters of a block, where all blocks lie on the device until weights or formats change."""
+        """A block's parameters while all blocks lie on the device unchanged; None where they do not."""
         if self._settled is None:
             return None
         if self.recorder is not None:
@@ -337,7 +337,7 @@ class WeightLoader:
         return self._settled[block]
 
     def _settle(self) -> None:
-        """At the beginning of a step: find out whether every block has arrived for good."""
+        """At the start of a step: note if all blocks lie on the device, so that steps need not load any."""
         ring = self._ring
         if self._settled is not None or self.training is not None or ring is None or ring.slots:
             return
@@ -354,7 +354,7 @@ class WeightLoader:
         return slot.transfer.is_done(self.device) and (slot.is_decoded or not self.layouts[block].scratch_nbytes)
 
     def _unsettle(self) -> None:
-        """Settled weights change: after all that is queued; and not under a graph that has saved them."""
+        """End the settled state before weights change: copies wait for queued work, saved graphs become invalid."""
         if self._settled is not None:
             mark = self.device.mark()
             for slot in self.ring.resident.values():

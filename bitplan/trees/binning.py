@@ -34,7 +34,7 @@ CACHE_LINE = 64  # bytes
 
 @dataclass(frozen=True)
 class Bins:
-    """The bins: for each column of them the upper limits of its bins but the last, or its categories; its feature."""
+    """The bins of each column: the upper limits of all but the last, or its categories, and the column's feature."""
 
     edges: tuple[Array, ...]
     is_category: Array
@@ -162,7 +162,7 @@ def bin_rows(x: Array | TablePieces, bins: Bins) -> BinnedRows:
 
 
 def _in_groups(limits: Array, kind: Any) -> Array:
-    """Limits as `trees.loops.rows` wants them: for float32 the largest not above, so that numbers keep their sides."""
+    """Arrange bin limits for the search in `trees.loops.rows`; float32 limits are rounded down, to keep sides."""
     with np.errstate(over="ignore"):  # limits of other processes' float64
         rounded = limits.astype(kind)
         rounded = np.where(rounded > limits, np.nextafter(rounded, kind(-np.inf)), rounded)
@@ -194,7 +194,7 @@ def _gather(x: Array | TablePieces, chosen: Array) -> Array:
 
 
 def _aligned(lines: int) -> Array:
-    """Memory that begins with a cache line: then no row lies in two. Not zeros: numpy asks for large pages without."""
+    """Uninitialised memory of so many cache lines that begins at one: then no row of bins lies in two."""
     spare = CACHE_LINE // 8
     space = np.empty((lines + 1) * spare, np.uint64)
     first = -space.ctypes.data % CACHE_LINE // 8

@@ -274,7 +274,7 @@ def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, s
 
 
 class RowScores(Protocol):
-    """The scores of all rows so far, and what follows from them."""
+    """Keeps the raw scores of all rows, and computes gradients and leaf values from them."""
 
     def find_gradients(self) -> None: ...
     def prepare(self, output: int, key: int | None) -> Any: ...  # as the grower takes them
@@ -329,7 +329,7 @@ class _Trainer:
             return self._tree(of, *arguments)
 
     def _tree(self, of: tuple[TreeGrower, int], number: int, used: Array | range, unused: Array, rate: float) -> Tree:
-        """A tree for this output, grown by this grower."""
+        """Grow the tree of one output with this grower, and add its values to the scores."""
         grower, output = of
         drawn_by = np.array([self._settings.seed, number, output], np.uint32)  # a list takes longer
         words = np.random.SeedSequence(drawn_by).generate_state(2, np.uint64)

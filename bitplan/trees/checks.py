@@ -117,7 +117,7 @@ def refuse_missing_targets(y: Array) -> None:
 
 
 def with_place(error: ValueError, x: Any, y: Any) -> ValueError:
-    """The error of scikit-learn about a number that is not finite, with where the first one is."""
+    """scikit-learn's error about NaN or infinity, with row and column of the first one added."""
     if "infinity" not in str(error) and "NaN" not in str(error):
         return error
     for name, values, advice in (("X", x, "NaN is a missing value"), ("y", y, "leave that row out")):
@@ -226,7 +226,7 @@ def has_default(value: Any, default: Any) -> bool:
 
 
 def other_name(name: str, value: Any) -> str:
-    """What to say of a value that another library has for a setting, if it has."""
+    """A hint for an error if `value` is another library's word for one of our settings' values, else ""."""
     ours = OTHER_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
     return "" if ours is None else f"; {value!r} is called {ours!r} here"
 

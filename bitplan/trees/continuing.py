@@ -17,7 +17,7 @@ from bitplan.trees.tree import Booster
 
 @dataclass(frozen=True)
 class Initial:
-    """Trees to begin with, the name of their objective, and what the numbers of categories stand for.
+    """A model whose training goes on: its trees, its objective, and what its numbers of categories stand for.
 
     names, classes  None where the model does not say: LightGBM's text has no classes
     """

@@ -236,7 +236,7 @@ OTHER_ARGUMENTS |= dict.fromkeys(("iteration_range", "ntree_limit"), OTHER_ARGUM
 
 
 def hints_for_others(method: Fit) -> Fit:
-    """A method that says what its arguments in other libraries are here."""
+    """Decorate a method: an unknown argument raises an error that names ours, if other libraries have it."""
     arguments, name = set(inspect.signature(method).parameters), method.__name__
 
     @functools.wraps(method)
@@ -271,7 +271,7 @@ def leaves_model_if_refused(fit: Fit) -> Fit:
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class BoostedTreesBase(FittedTrees):
-    """Its fields are the parameters that all estimators take, in `__init__`'s signature as scikit-learn wants it."""
+    """The base of all estimators; its fields are their common parameters, as scikit-learn wants these in `__init__`."""
 
     n_estimators: int = 100
     learning_rate: float = 0.1

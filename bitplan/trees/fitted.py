@@ -58,7 +58,7 @@ def contributions(booster: Booster, x: Array) -> Array:
 
 @dataclass(frozen=True)
 class _Paths:
-    """The parts of each leaf and the steps of each part, in the order of `add_contributions`."""
+    """All trees' leaves as arrays for `add_contributions`: each leaf's features on its path, and their conditions."""
 
     arrays: tuple[Array, Array, Array, Array, Array, Array]
 
@@ -115,7 +115,7 @@ SPLIT_COLUMNS = ("threshold", "missing_left", "left", "right", "gain")  # of a t
 
 
 class FittedTrees(BaseEstimator):  # type: ignore[misc]
-    """Shared by all estimators; they say how a table is read."""
+    """The part of all estimators that works on a fitted model: it predicts, explains, saves and exports."""
 
     file_kind: str  # what a file calls the estimator
     booster_: Booster

@@ -162,7 +162,7 @@ def largest(grads: Array, hess: Array, shards: Shards = ALONE) -> tuple[float, f
 
 
 def _of_pieces(loop: Any, grads: Array, hess: Array, kind: type, *more: Any) -> Array:
-    """Run `loop` over pieces of gradients and hessians, as int32 bits; return its three results a piece."""
+    """Run a compiled loop over pieces of gradients and hessians, as int32 bits; returns its results, a row a piece."""
     piece = row_pieces.piece_rows(len(grads), row_pieces.threads_for(len(grads), LARGEST_NS))
     results: Array = np.zeros((max(-(-len(grads) // piece), 1), 3), kind)
     bits = row_pieces.Cut(grads.view(np.int32)), row_pieces.Cut(hess.view(np.int32))
@@ -184,7 +184,7 @@ def _unit(top: float, bits: int) -> float:
 
 
 def few_of(rows: int) -> int:
-    """How many extreme gradients, of `rows` rows, a quantization scale may leave out of its range."""
+    """How many of `rows` rows may have gradients beyond the range of a scale's codes."""
     return min(FAR_ROWS, rows // 64)
 
 
@@ -209,7 +209,7 @@ def _find_scale(numbers: Array, top: float, end: int, far: int, few: int, shards
 
 
 class Magnitudes(Protocol):
-    """Sizes of numbers on some device, of all processes."""
+    """Absolute values of gradients or hessians of all processes, wherever they lie."""
 
     def count(self, bound: float) -> int: ...  # how many are beyond
     def beyond(self, bound: float) -> Array: ...  # those, in any order

@@ -130,7 +130,7 @@ class TreeGrower:
 
     @property
     def idle_space(self) -> Array:
-        """Space of 8 bytes a row that is free until a tree's first rows are divided: after they are entered."""
+        """Memory, 8 bytes a row, that is free until a tree's first rows are partitioned."""
         return self._spare
 
     def at_once(self, outputs: int) -> int:
@@ -325,7 +325,7 @@ class TreeGrower:
 
 
 def newton_steps(sums: Array, rules: GrowthRules, bounds: Array) -> Array:
-    """What a step is in each leaf of these gradients and hessians, (leaves, 2)."""
+    """The Newton step of each leaf, from its sums of gradients and hessians (leaves, 2), within bounds."""
     steps: Array = np.empty(len(sums))
     kernels.leaf_values(sums, rules.numbers, bounds, steps)
     return steps

@@ -45,7 +45,7 @@ class Histogram:
 
 
 def enter(gradients: Gradients, rows: Array | range, space: Array | None = None) -> Array:
-    """Entries (`loops.histogram`) of some rows; quantized gradients are rounded here."""
+    """Entries of some rows: one word each with row and gradients, rounded here if quantized (`loops.histogram`)."""
     entries = np.empty(len(rows), np.uint64) if space is None else space[: len(rows)]
     first, row_numbers = (First(rows.start), NO_ROWS) if isinstance(rows, range) else (First(), Cut(rows))
     if gradients.precision is GradientPrecision.F32:
@@ -60,7 +60,7 @@ def enter(gradients: Gradients, rows: Array | range, space: Array | None = None)
 
 
 def codes_of(gradients: Gradients, rows: Array | range | None = None) -> tuple[Array, Array]:
-    """The int64 codes of quantized gradients and hessians of some rows, or of all: what they add to sums."""
+    """The int64 codes to which gradients and hessians of some rows (or all) are rounded for sums."""
     entries = enter(gradients, range(len(gradients.grads)) if rows is None else rows).view(np.int64)
     return entries >> 48, entries >> 32 & 0xFFFF
 

@@ -43,7 +43,7 @@ def sizes_of_queries(group: Any, ids: Any, name: str) -> Any:
 
 
 class Queries:
-    """Which rows belong together, and what each is worth: 2^relevance - 1."""
+    """Which rows belong to one query, and each row's gain, 2^relevance - 1."""
 
     def __init__(self, where: str, group: Any, y: Array) -> None:
         if group is None:
@@ -78,7 +78,7 @@ class Queries:
 
 
 class LambdaRank(OneScore):
-    """LambdaRank's loss; `queries` are those of the training rows; none is needed to predict."""
+    """LambdaRank's loss over the queries of the training rows; a model that only predicts has None."""
 
     name = "lambdarank"
 

@@ -33,7 +33,7 @@ FEWEST_ROWS = 100
 
 @dataclass(frozen=True)
 class PrecisionSeen:
-    """What one precision did: seconds of a round in every turn, the loss on rows held out, seconds before a round."""
+    """What was measured of one precision: seconds of rounds, loss on held-out rows, and seconds before a round."""
 
     precision: GradientPrecision
     seconds: tuple[float, ...]
@@ -51,7 +51,7 @@ class PrecisionSeen:
 
 @dataclass(frozen=True)
 class TableSeen:
-    """The table on which it was measured, and the rounds of the whole fit."""
+    """The size of the table that was measured, threads, and the rounds of the whole fit."""
 
     rows: int
     features: int

@@ -19,7 +19,7 @@ POSTPONED = "scipy.stats", "scipy.special", "numpy.f2py", "numpy.testing"
 
 
 class _Postponing:
-    """A finder of modules that is asked first; other threads import what they import as ever."""
+    """An import finder that puts off some imports in this thread alone; other threads import as ever."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()

@@ -64,7 +64,7 @@ def _is_sparse(dtype: Any) -> bool:
 
 
 class Table:
-    """The columns of an array (rows, features); `names` are those of a frame, none of an array.
+    """The columns of an array or a frame; `names` are those of a frame, empty for an array.
 
     kind  of a column, as NumPy has it: "M" dates and times, "O" what may be text, others are numbers
     """
@@ -95,7 +95,7 @@ class Table:
         return None
 
     def category_numbers(self, index: int, number_of: dict[Any, float]) -> Array:
-        """The number of each cell; NaN where a cell has none."""
+        """The number that `number_of` gives each cell of a column; NaN where it has none."""
         return np.array([number_of.get(value, np.nan) for value in self.cells(index)])
 
     def cells(self, index: int) -> list[Any]:
@@ -246,7 +246,7 @@ def plain(value: Any) -> Any:
 
 
 def _is_no_number(value: Any) -> bool:
-    """Lists, periods, intervals and what else has no number; text and what is missing are others' to judge."""
+    """Whether a value cannot be a number: a list, a period, an interval; not text or missing, checked elsewhere."""
     has_number = hasattr(value, "__float__") and not isinstance(value, np.ndarray)
     return not (has_number or isinstance(value, (str, bytes)) or is_missing(value))
 
@@ -259,8 +259,7 @@ def is_missing(value: Any) -> bool:
 
 
 def refuse_text(x: Any) -> None:
-    """Text is no number, even where it looks like one, nor are dates, nor categories that `fit` did not see: refused by
-    column."""
+    """Raise for columns of text, dates or categories that had numbers at `fit`; the error names the column."""
     if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUmM":
         return
     table = table_of(x)

@@ -77,7 +77,7 @@ class Growth:
     def take(
         self, sharing: tuple[int, ...] = queue.ANY_ROWS, done: int = -1, *, for_all: bool = False, team: int = 1
     ) -> int:
-        """`trees.loops.nodes.take`."""
+        """Take a leaf to split from the queue, as `trees.loops.nodes.take` does; negative where there is none now."""
         return int(queue.take(*self._tables, sharing, for_all, team, done))
 
     def runs(self) -> Array:
@@ -87,7 +87,7 @@ class Growth:
         return runs[:2, :count]
 
     def finish(self, node: int) -> None:
-        """The node is expanded: its children may be taken, even before it enters the tree."""
+        """Note that a node is split: its children may be taken from the queue."""
         self.take(done=node, team=0)
 
 
@@ -119,7 +119,7 @@ def team_size(rows: int, features: int, leaves: int) -> int:
 
 
 class TeamSpace:
-    """For up to `size` threads, those that come in time; `addresses`, of loops that were looked up for these rows."""
+    """Memory of up to `size` threads that grow one tree; `addresses` are of loops that were looked up before."""
 
     def __init__(self, data: BinnedRows, size: int, addresses: dict[tuple[bool, bool, bool], Array]) -> None:
         self.size, self._data = size, data
@@ -235,7 +235,7 @@ class TeamSpace:
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
     ) -> Array:
-        """Addresses of the loops that this tree needs; 0 for those it does not."""
+        """Addresses of the compiled loops that this kind of tree needs; 0 for those it does not."""
         (entries, spare, columns, *_), (nodes, reals, goes_left), cells = rows, tables, self._pool
         bins, scales, numbers, is_category, monotone, judging, packs = options
         at, dividing = (0, 0, nodes, reals, goes_left), (entries, columns, spare, goes_left, nodes, reals)

@@ -56,7 +56,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Steps:
-    """Trees for prediction alone (`trees.loops.predict`): nodes and leaves in one table.
+    """Trees as prediction reads them (`trees.loops.predict`): nodes and leaves in one table.
 
     Of each tree the root comes first, then the children of its nodes, two by two.
     """

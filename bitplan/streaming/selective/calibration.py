@@ -504,7 +504,7 @@ def _moved(value: Any, device: torch.device) -> Any:
 
 
 def _merged(now: Any, before: Any) -> Any:
-    """The saved tensors of `before`, and everything else from this pass."""
+    """A call's arguments with the tensors of an earlier pass in place of its own; all else is this pass's."""
     if isinstance(before, Tensor):
         return before
     if isinstance(before, Mapping) and isinstance(now, Mapping):

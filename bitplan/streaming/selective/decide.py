@@ -75,7 +75,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class LowSet:
-    """The units to be low, and for every candidate why it is or is not."""
+    """Which units are to be in low precision, with a reason for every candidate, and the sums of cost and bytes."""
 
     names: frozenset[str]
     reasons: Mapping[str, str]
@@ -381,7 +381,7 @@ def _only_what_hides(
     evidence: Evidence,
     decided: Mapping[str, Decision],
 ) -> dict[str, Decision]:
-    """Units that may be low but need not be to hide the transfer: they stay high."""
+    """Keep units high that need not be low for computing to hide the transfer; returns the changed decisions."""
     candidates = []
     for name, unit in state.units.items():
         forced = config.forced(name)

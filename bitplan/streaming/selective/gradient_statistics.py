@@ -197,7 +197,7 @@ class _Step:
 
 
 class _Share(NamedTuple):
-    """The block and precision to which a measured impact is added, and its weight."""
+    """To which block and precision a measured impact is added, and with which weight."""
 
     block: str
     precision: str

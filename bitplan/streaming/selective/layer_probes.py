@@ -212,7 +212,7 @@ def _key_of(use: MatrixUse) -> _Key:
 
 
 class _Saved:
-    """Tensors for a hook in backward, saved as autograd would save them here, and freed when they are unpacked."""
+    """Tensors kept for a hook in backward as autograd would keep them: through the hooks that are active now."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._hooks = outer_hooks()

@@ -172,7 +172,7 @@ def option_key(option: Option) -> str:
 
 
 def choose_option(parts: Option, times: Mapping[str, float], least_gain: float) -> Chosen:
-    """All products low, then the wire, then each product high again: a part is low if that saves `least_gain`."""
+    """Choose which parts run in low precision: first all products, then the wire, then each product high again."""
     option: Option = frozenset()
     gains: dict[str, float] = {}
     products = parts - {WIRE}
@@ -275,7 +275,7 @@ class RunState:
 
 @dataclass
 class Timing:
-    """The parts that are low while a way of running is timed, from step `first` on, and its time once that is known."""
+    """A measurement of one way of running: the parts in low precision, its first step, and its time once known."""
 
     parts: list[str] = document_key(LIST)  # noqa: RUF009
     first: int = document_key(SIZE)
@@ -441,7 +441,7 @@ class RunController(Closing):
         return choose_option(self._parts, self.state.times, self.settings.least_gain)
 
     def _is_timed(self, step: int) -> bool:
-        """Go on with timing; whether it is over."""
+        """Continue to time ways of running; returns True once all are timed."""
         timing: Timing | None = self.state.timing
         if timing is not None:
             if step < self._timed_until(timing) or (timing.ms is None and self._began is None):
@@ -488,7 +488,7 @@ class RunController(Closing):
         return self._clock()
 
     def _keep_time(self, step: int, timing: Timing) -> None:
-        """Take over how long a step took: what the log says, where an earlier process has timed the same steps."""
+        """Record the time of a step in the way that is timed, from the log if an earlier process timed it."""
         self._end_timing(step, timing)
         key, state = timing.key, self.state
         took = self._recorded.get((key, timing.first), timing.ms)
@@ -643,7 +643,7 @@ class RunController(Closing):
     # ---- changes -----------------------------------------------------------------------------------------------------
 
     def _note(self, step: int, decided: Sequence[RowDecision]) -> None:
-        """Take over what differs from now, with a line in the log for each."""
+        """Apply the decisions that change something, and write a line to the log for each."""
         state, lines = self.state, []
         low = set(state.low)
         for one in decided:
@@ -663,7 +663,7 @@ class RunController(Closing):
             log.info("bitplan: step %d: %d rows of the plan change: %s", step, len(lines), lines[0]["reason"])
 
     def _line(self, number: int, name: str) -> dict[str, Any]:
-        """The log's line of a row's last change, from high."""
+        """The log's line of a row's last change."""
         row, last = self.rows[name], self.state.reasons[name]
         head = {"number": number, "step": last["step"], "name": name, "from": row.high, "to": self._format(row)}
         return head | {"reason": last["reason"], "evidence": last["evidence"]}
@@ -755,7 +755,7 @@ def _times_in(path: Path) -> Mapping[tuple[str, int], float]:
 
 
 def layers_of(block: StreamedBlock) -> list[tuple[SwitchesProducts, dict[str, str]]]:
-    """The layers of a block whose products can be switched, with what they were made with."""
+    """Layers of a block whose products can be switched, each with the recipe that each product was made with."""
     return [
         (module, {part: str(getattr(module.made_with, part)) for part in PRODUCTS})
         for module in block.module.modules()

@@ -279,7 +279,7 @@ MAX_DOUBLINGS = 16
 
 @dataclass(frozen=True)
 class Verdict:
-    """What to do, with the precisions of the state; "probe" asks for another probe loss."""
+    """What follows from a trial's loss: the switch is accepted or undone, or another probe loss is needed."""
 
     action: Literal["accepted", "probe", "rolled_back"]
     reason: str
@@ -360,7 +360,7 @@ def _roll_back(
 
 
 def _probe(state: PolicyState, trial: Trial, reason: str, culprit: str | None = None) -> tuple[PolicyState, Verdict]:
-    """Ask for a probe in which, of the units on trial, only `probing` are low: others would blur the answer."""
+    """Ask for another probe loss, with only the units in `trial.probing` in their new precision."""
     units = {
         name: replace(state.units[name], precision=precision if name in trial.probing else "bf16")
         for name, precision in trial.switched.items()

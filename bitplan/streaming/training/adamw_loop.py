@@ -212,7 +212,7 @@ def _largest(bits):
 def _step_small(
     master, weights, remainder, gradient, first, second, first_scales, second_scales, factors, seeds, start
 ):
-    """Either `master` has numbers, or `weights` and `remainder` have."""
+    """One step with small moments: masters are in `master`, or joined from `weights` and `remainder`."""
     masters, means, squares = np.empty(BLOCK, F32), np.empty(BLOCK, F32), np.empty(BLOCK, F32)
     words, mean_bits, square_bits = masters.view(I32), means.view(I32), squares.view(I32)
     scale_bits, is_split = np.empty(2, I32), factors[9] != 0

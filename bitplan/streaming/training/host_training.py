@@ -960,7 +960,7 @@ class HostTraining:
 
 
 def _also_lost(failure: Exception, step: int) -> Exception:
-    """The failure of an earlier step, as an error that names this one too."""
+    """An error that names both an earlier step that failed and this one, which is lost with it."""
     kind = type(failure) if isinstance(failure, StreamError) else TransferError
     both = kind(f"{failure}; step {step} was computed meanwhile and is not applied either")
     both.__cause__ = failure.__cause__

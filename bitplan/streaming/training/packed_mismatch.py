@@ -70,7 +70,7 @@ class PackedMismatch:
         return twin.eval()
 
     def measure(self, model: nn.Module, step: int = 0) -> float:
-        """The mean KL of now; where it is above `max_mismatch`, after layers were kept in more bits."""
+        """Measure the mean KL of the packed model; above `max_mismatch` keep layers in more bits until it is not."""
         expected = _log_probabilities(model, self._batches)
         kl, raised = self._kl(model, expected, self.kept), []
         if self.max_mismatch is not None and kl > self.max_mismatch:
@@ -90,7 +90,7 @@ class PackedMismatch:
         return kl
 
     def _ranked(self, model: nn.Module, expected: Sequence[Tensor]) -> Iterator[tuple[str, str | None]]:
-        """Layers and the formats to keep them in: for each step up, those first that lower the KL most."""
+        """Yield (layer, format of more bits) for layers to keep so, those first that lower the KL most."""
         for fmt in MORE_BITS:
             lower = [one for one in self._layers if self.kept.get(one, "") not in (fmt, None)]
             alone = {one: self._kl(model, expected, {**self.kept, one: fmt}) for one in lower}

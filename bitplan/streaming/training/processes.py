@@ -123,7 +123,7 @@ class Processes:
     # ---- agreement ---------------------------------------------------------------------------------------------------
 
     def agree(self, call: str, step: int, failure: Exception | None, notes: Sequence[int]) -> list[list[int]]:
-        """The notes of all processes, by rank; raises in every one where one has failed or is elsewhere."""
+        """Exchange notes with all processes, by rank; raises in each if one failed or is in another step."""
         if failure is not None:
             self._status.leave(failure, f"failed in {call} {step}")
         line = torch.tensor([zlib.crc32(call.encode()), step, _kind(failure), *notes])
@@ -192,7 +192,7 @@ class Processes:
             tensor.copy_(sent)
 
     def give_all(self, tensors: Mapping[str, Tensor], owner: int) -> dict[str, Tensor]:
-        """The tensors of one process, in float32, in all; only that one knows their names and shapes."""
+        """Send the tensors of the process `owner` to all, in float32; others pass an empty mapping."""
         is_mine = self.rank == owner
         text = json.dumps({name: list(one.shape) for name, one in tensors.items()}).encode() if is_mine else b""
         self.give(size := torch.tensor([len(text)]), owner)
@@ -283,7 +283,7 @@ def _kind(failure: Exception | None) -> int:
 
 
 def _bundles(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Tensors of one type, some at a time, in their order."""
+    """Lists of tensors to send together: of one type, and of at most BUNDLE_BYTES unless one tensor is larger."""
     for dtype in dict.fromkeys(one.dtype for one in tensors):
         bundle: list[Tensor] = []
         for tensor in (one for one in tensors if one.dtype == dtype):

@@ -91,7 +91,7 @@ def prepare_adamw(numbers: Iterable[int]) -> None:
 
 @functools.cache
 def loop_choice() -> Picked:
-    """Whether the loop serves here; compiles it, which takes some seconds the first time on a machine."""
+    """Whether AdamW runs in numba's loop or in torch, and why; tries the loop once, which takes seconds."""
     if importlib.util.find_spec("numba") is None:
         return Picked("torch", "numba is not installed")
     from bitplan.streaming.training.adamw_loop import differs_from_torch

@@ -35,7 +35,7 @@ from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice
 
 
 class Turns:
-    """A lock with a limit (it may be entered again by its thread), and the thread of the open step."""
+    """A lock that gives up after a timeout (its thread may take it again), and which thread has the open step."""
 
     def __init__(self, timeout_s: float) -> None:
         self._lock, self._timeout_s = threading.RLock(), timeout_s

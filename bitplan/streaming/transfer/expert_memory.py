@@ -113,7 +113,7 @@ class ExpertMemory:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def fade(self) -> None:
-        """A step begins: older uses count less."""
+        """Begin a step: lower the counts of use so far, so that recent steps weigh more."""
         self.counts *= FADING
 
     def count(self, stack: int, experts: Sequence[int]) -> None:
@@ -151,7 +151,7 @@ class ExpertMemory:
         return storage in self._by_storage
 
     def has(self, stack: int, experts: Iterable[int]) -> Tensor | None:
-        """The slot that the computation reads already, if it has all of these."""
+        """The buffer that the computation reads already, if it holds all of these experts; else None."""
         slot = self._current
         return slot.buffer if slot is not None and slot.stack == stack and slot.present.issuperset(experts) else None
 

@@ -33,7 +33,7 @@ RING_SLOTS = 3  # for slots="auto": one computes, one is filled, one is ready; m
 
 
 class Load(NamedTuple):
-    """Copy a block into a slot; whatever the slot holds is dropped."""
+    """An instruction: copy this block into this slot; whatever the slot holds is dropped."""
 
     slot: int
     block: int

@@ -118,7 +118,7 @@ class _Fit:
         return self._client.submit(function, *arguments, workers=[self._addresses[rank]], pure=False)
 
     def _answers(self, tasks: list[Any], doing: str) -> list[Any]:
-        """What the tasks return; where a worker is gone or a task failed, one error, after the others have ended."""
+        """Wait for the tasks and return their results; if one failed or a worker is lost, raise one error."""
         next_look = time.monotonic()
         while not all(task.done() for task in tasks):
             if any(task.status == "error" for task in tasks):
@@ -207,7 +207,7 @@ def _collections(x: Any, y: Any, weights: Any, eval_set: Any) -> dict[str, list[
 
 
 def _partitions(name: str, collection: Any, like: Any = None) -> list[Any]:
-    """Delayed partitions by rows; an array that belongs to another is cut as that one is."""
+    """A collection's delayed partitions by rows; an array is first cut into the same rows as `like`."""
     if not dask.is_dask_collection(collection) or not hasattr(collection, "to_delayed"):
         raise TreesError(
             f"{name}: expected a dask array or dataframe, got {type(collection).__name__}; dask.array.from_array makes "

@@ -36,7 +36,7 @@ F32_HESSIAN_BITS = 31  # see `gradients.units`
 
 @dataclass(frozen=True, slots=True)
 class WireForm:
-    """The form of a cell as sent, `integers` of `dtype`; the fields that share the last one begin at bits `shifts`."""
+    """How a histogram's cell is sent: `integers` of `dtype`; fields in the last one begin at bits `shifts`."""
 
     dtype: type
     integers: int
@@ -63,7 +63,7 @@ def wire_form(precision: GradientPrecision, rows: int) -> WireForm:
 
 
 def far_rows(gradients: Gradients) -> int:
-    """How many rows at the ends of their codes add as much as far rows may."""
+    """How many rows with the largest regular code add up to what rows beyond the codes may add at most."""
     if not gradients.far:
         return 0
     ends = QUANTIZED[gradients.precision].ends

@@ -47,7 +47,7 @@ class ProcessLostError(BitplanError, RuntimeError):
 
 
 class Shards(Protocol):
-    """All processes of one fit, in one order; `label` names the step in errors."""
+    """The processes that fit one model together: sums, maxima and arrays of all; `label` names the step in errors."""
 
     @property
     def rank(self) -> int: ...
@@ -74,7 +74,7 @@ class _Alone:
         return [part]
 
     def sent_for(self, label: str) -> None:
-        """Nothing was sent."""
+        """Do nothing: a single process sends nothing."""
 
 
 ALONE: Shards = _Alone()
