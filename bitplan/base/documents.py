@@ -29,7 +29,7 @@ _REQUIRED: Any = object()
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value: its name in messages, and a test."""
+    """A kind of value that a document's key may have: its name in error messages, and a test."""
 
     text: str
     holds: Callable[[Any], bool]
@@ -96,7 +96,7 @@ def one_of(*values: str) -> Kind:
 
 
 def list_of(kind: Kind, text: str) -> Kind:
-    """The kind of a list of values of one kind; `text` is its name."""
+    """The kind "list of values of this kind"; `text` is its name in error messages."""
     return Kind(text, lambda value: type(value) is list and all(map(kind.holds, value)))
 
 
@@ -221,12 +221,12 @@ class Fields:
         return type(self)(self.get(key, OBJECT, default), self._path_of(key))
 
     def items(self, key: str, default: Any = _REQUIRED) -> Iterator[tuple[str, Self]]:
-        """The objects in an object, by name."""
+        """Yield name and value of each object inside the object under `key`."""
         for name, value in self.fields(key, default).value.items():
             yield name, type(self)(value, f"{self._path_of(key)}[{name[:_SHOWN]!r}]")
 
     def each(self, key: str, default: Any = _REQUIRED) -> Iterator[Self]:
-        """The objects in a list."""
+        """Yield each object of the list under `key`."""
         for index, value in enumerate(self.get(key, LIST, default)):
             yield type(self)(value, f"{self._path_of(key)}[{index}]")
 

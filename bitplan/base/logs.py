@@ -24,7 +24,7 @@ _log = logging.getLogger("bitplan")
 
 
 class JsonLog(Closing):
-    """A log that is open; a context manager, or `close()` it."""
+    """A log file of JSON lines, open for appending; use it in a `with` block, or `close()` it."""
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ Arm = Callable[[], Call]  # builds what is timed
 
 
 class Stopwatch(Protocol):
-    """What timing needs of a device: marks, waiting, memory."""
+    """The interface through which a device is timed: marks in its queue, waiting, peak memory, graphs."""
 
     def prepare(self) -> None:
         """Before a sample: bring the caches into the state that a model leaves."""
@@ -70,7 +70,7 @@ class Peers:
     """The processes that time together; this class is for a single process."""
 
     def worst(self, status: str) -> str:
-        """The worst status of all processes."""
+        """The worst status ("ok" is the best) that any process has for what was just tried."""
         return status
 
     def slowest(self, samples_ms: Sequence[float]) -> list[float]:

@@ -55,7 +55,7 @@ class TextColumn:
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> list[TextColumn]:
-    """The keys of the first row are the columns."""
+    """A column for each key of the first row, with the cells of all rows."""
     return [TextColumn(key, [str(row[key]) for row in rows]) for key in (rows[0] if rows else ())]
 
 
@@ -129,7 +129,7 @@ def _divide(word: str, width: int) -> list[str]:
 
 
 def shorten(name: str, width: int) -> str:
-    """A name that is too long, without its middle."""
+    """A name cut to the width: its middle is replaced by an ellipsis where it is too long."""
     if cell_len(name) <= width:
         return name
     head, tail = (width - 1) // 2, width - 1 - (width - 1) // 2
@@ -223,7 +223,7 @@ def _draw(console: Console, columns: Sequence[TextColumn], widths: Sequence[int]
 
 
 def _row(cells: Sequence[str], columns: Sequence[TextColumn], widths: Sequence[int], edge: str, between: str) -> str:
-    """The lines of a row: as many as its highest cell has."""
+    """Draw one row of a table: as many lines as its highest cell needs."""
     from rich.cells import cell_len
 
     def padded(text: str, column: TextColumn, width: int) -> str:

@@ -489,7 +489,7 @@ def _layer_of(name: str) -> str:
 
 
 def _panel(title: str, names: Sequence[str], stacks: Sequence[Sequence[tuple[str, float]]], top: int) -> list[str]:
-    """Stacked bars, one of each name, with a scale of three lines."""
+    """Draw SVG lines of a bar chart: one stacked bar for each name, and a scale of three lines."""
     highest = max((sum(size for _, size in stack) for stack in stacks), default=0.0) or 1.0
     step = (_WIDTH - _LEFT - 20) / max(1, len(names))
     every = max(1, round(28 / step))  # names that fit side by side

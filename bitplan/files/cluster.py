@@ -256,7 +256,7 @@ class SentTensor(NamedTuple):
 
 
 class SentEncoded(NamedTuple):
-    """A tensor in a format, by the format's name."""
+    """An encoded tensor as it is sent: the format's name, the shape, and the parts' bytes."""
 
     format: str
     shape: tuple[int, ...]
@@ -264,7 +264,7 @@ class SentEncoded(NamedTuple):
 
 
 def sent(result: Any) -> Any:
-    """An answer with its tensors as arrays of bytes."""
+    """A worker's answer in a form to be sent: tensors become arrays of bytes; `received` is the inverse."""
     import torch
 
     from bitplan.formats.encoded import Encoded

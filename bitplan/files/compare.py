@@ -51,7 +51,7 @@ class Agreement:
 
     @property
     def badness(self) -> tuple[bool, float]:
-        """A key for sorting: the smallest is the worst."""
+        """A sort key: the worst agreement has the smallest."""
         return (False, 0.0) if math.isnan(self.sqnr_db) else (True, self.sqnr_db)
 
     def to_dict(self) -> dict[str, Any]:

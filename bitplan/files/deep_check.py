@@ -171,7 +171,7 @@ def _findings(
 
 
 def index_of(offset: int, shape: tuple[int, ...]) -> list[int]:
-    """The index of a place in a flattened tensor; [] for a scalar."""
+    """The index [i, j, ...] in a tensor of a position in its flattened numbers; [] for a scalar."""
     index: list[int] = []
     for size in reversed(shape):
         offset, at = divmod(offset, size)
@@ -296,7 +296,7 @@ def tag_of(manifest: Manifest | None, name: str) -> Tag | None:
 
 
 def _role(manifest: Manifest | None, name: str) -> str:
-    """The role in a plan; guessed from the name if no rule matches."""
+    """The role of a tensor by the manifest's rule; guessed from its name where no rule matches."""
     match = None if manifest is None else manifest.match(name)
     if manifest is None or match is None:
         return guess_role(name)

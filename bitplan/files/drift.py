@@ -87,7 +87,7 @@ class DriftRow:
         return math.inf if math.isnan(self.relative_error) else self.relative_error
 
     def to_dict(self) -> dict[str, Any]:
-        """The keys of a line, in order."""
+        """The row as a JSON object, keys in the log's order."""
         health = self.health.to_dict()
         health.pop("fmt")
         health.pop("codes")
@@ -150,7 +150,7 @@ def drift_of(step: int, layers: Layers) -> list[DriftRow]:
 def measure_drift(
     step: int, name: str, master: Tensor, encoded: Encoded, counts: DriftCounts | None = None
 ) -> DriftRow:
-    """How far an encoding is from its master now."""
+    """Measure the error of an encoding against its master weight as it is now, as a row of the log."""
     if tuple(master.shape) != encoded.shape:
         raise StoreError(f"{name}: the master is {tuple(master.shape)}, its encoding {encoded.shape}")
     sums = similarity(master.to(encoded.device), decode(encoded))

@@ -155,7 +155,7 @@ class GGUFTensor(TensorSpec):
 
     @classmethod
     def at(cls, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...], start: int) -> GGUFTensor:
-        """A tensor of this type whose bytes begin there."""
+        """A record of a tensor of this GGUF type and shape whose bytes begin at `start`."""
         plain, nbytes = _PLAIN_DTYPES.get(kind), math.prod(_raw_shape(kind, shape))
         return cls(name, shape, plain or "float32", format=plain or kind.name, nbytes=nbytes, start=start, type=kind)
 
@@ -166,7 +166,7 @@ class GGUFTensor(TensorSpec):
 
     @property
     def accepts(self) -> dict[torch.dtype, tuple[int, ...]]:
-        """Encoded bytes, and numbers of a plain type."""
+        """What the writer takes for this tensor, dtype to shape: encoded bytes or, for a plain type, numbers."""
         return {torch_dtype("uint8"): self.raw_shape, **({} if self.format != self.dtype else super().accepts)}
 
 

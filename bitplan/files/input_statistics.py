@@ -55,7 +55,7 @@ def weight_digest(weight: Tensor) -> str:
 
 
 class EvidenceFile:
-    """Statistics open for reading, one weight's at a time."""
+    """A file of statistics of weights' inputs (evidence.safetensors), read one weight at a time."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -69,7 +69,7 @@ class EvidenceFile:
 
     @property
     def names(self) -> set[str]:
-        """The weights that have statistics."""
+        """Names of the weights that the file has statistics of."""
         return _owners(self._file.tensors) | self._shared.keys()
 
     def moments(self, name: str, expert: int | None = None) -> Tensor | None:

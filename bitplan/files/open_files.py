@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class PolyTensors(TensorFile):
-    """Poly's JSON network, which is small enough to be read whole."""
+    """The tensors of a network JSON file of poly, which was read whole."""
 
     kind = "poly json"
 
@@ -59,7 +59,7 @@ class PolyTensors(TensorFile):
         return ["weights"] if name in self.network.damaged else []
 
     def close(self) -> None:
-        """Nothing is held open: the document was read whole."""
+        """Do nothing: the document was read whole and no file is open."""
 
 
 class PolyJson(Container):
@@ -182,5 +182,5 @@ def write_tensors(
     metadata: Mapping[str, Any] | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> AbstractContextManager[Writer]:
-    """The writer for the file's suffix; every writer is atomic."""
+    """Open the writer for the path's suffix, as a context; the file gets its name when all is written."""
     return require_container(path).write(Path(path), tensors, metadata or {}, tied or {})

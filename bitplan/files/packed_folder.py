@@ -106,7 +106,7 @@ def is_model_folder(path: str | Path) -> bool:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """A model's config; an error of one line if there is none."""
+    """Read config.json of a model's folder; raises one line where there is none."""
     path = folder / CONFIG
     if not path.is_file():
         raise FileFormatError(
@@ -344,7 +344,7 @@ def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: 
 
 @dataclass(frozen=True)
 class Shard:
-    """One file of weights, as it will be written."""
+    """One .safetensors file of a folder that will be written: its name, tensors, ties and metadata."""
 
     name: str
     tensors: tuple[TensorSpec, ...]
@@ -376,7 +376,7 @@ def cut_shards(tensors: Iterable[TensorSpec], tied: Mapping[str, str], limit: in
 
 
 def index_of(shards: Sequence[Shard]) -> dict[str, Any]:
-    """The document that says which file holds which tensor."""
+    """The document model.safetensors.index.json: which file holds which tensor."""
     weight_map: dict[str, str] = {}
     total = 0
     for shard in shards:

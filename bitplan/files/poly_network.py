@@ -369,7 +369,7 @@ class _NetworkReader:
             self.reader.fail(f"{path}: weights", f"base64 with padding ({reason})", text)
 
     def _scale(self, path: str, layer: dict[str, Any], dtype: torch.dtype) -> Tensor:
-        """The scale as it is stored; JSON's numbers are doubles."""
+        """A layer's scale in the type in which the format stores it; in JSON it is a double."""
         scale = torch.tensor(float(layer["scale"]), dtype=torch.float64).to(dtype)
         if not bool(torch.isfinite(scale)):
             self.reader.fail(f"{path}: scale", f"a finite {str(dtype).removeprefix('torch.')}", layer["scale"])

@@ -550,7 +550,7 @@ def open_encoder(
 
 
 def _open(source: str | Path, *, is_folder: bool) -> TensorFile:
-    """The source, for a folder under the model's own names."""
+    """Open the source; with `is_folder` its tensors have the names of the model."""
     if not is_folder or not is_gguf(source):
         return open_tensors(source)
     from bitplan.files.engines.gguf_source import open_model
@@ -615,7 +615,7 @@ def _lost(errors: ErrorReport | None) -> dict[str, Any]:
 
 
 def _cast(numbers: Tensor, fmt: Format, where: str) -> Encoded:
-    """A cast that refuses to turn finite numbers into infinities."""
+    """Encode by a plain cast; raises where finite numbers would become infinite."""
     from bitplan.formats.dispatch import encode
 
     encoded = encode(numbers, fmt)

@@ -136,7 +136,7 @@ class WeightEvidence:
 
     @property
     def notes(self) -> list[str]:
-        """A line where nothing says of which weights the statistics are."""
+        """A note for the report if the statistics do not say which weights they were measured on."""
         owners = [expert_name(new.name, 0) if name in self.stacks else new.name for name, new in self.names.items()]
         if all(self.file.digest(owner) is not None for owner in owners):
             return []

@@ -94,7 +94,7 @@ class SafetensorsFile(ContainerFile[TensorSpec]):
     metadata: dict[str, str]
 
     def read(self, name: str) -> torch.Tensor:
-        """A fresh tensor that owns its memory."""
+        """Read a tensor into new memory."""
         entry = self._entry(name)
         raw = self._read_exactly(f"tensor {name!r}", entry.start, entry.nbytes)
         return raw.view(entry.torch_dtype).reshape(entry.shape)
@@ -314,7 +314,7 @@ class Checkpoint(Closing):
         return self._files[shard]
 
     def read(self, name: str) -> torch.Tensor:
-        """A fresh tensor that owns its memory."""
+        """Read a tensor from its shard into new memory."""
         return self._file(name).read(name)
 
     def is_damaged(self, name: str) -> bool:

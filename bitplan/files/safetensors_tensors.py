@@ -183,7 +183,7 @@ class _NativeWriter:
 def _entries(
     spec: TensorSpec, names: Collection[str], path: Path
 ) -> Iterator[tuple[str, torch.dtype, tuple[int, ...]]]:
-    """The file's entries for a tensor."""
+    """Names, types and shapes of the file's entries that make up one tensor."""
     fmt = spec.fmt
     if fmt is None:
         yield spec.name, spec.torch_dtype, spec.shape

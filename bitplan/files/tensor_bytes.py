@@ -35,7 +35,7 @@ MOST_OPEN = 256  # shards or parts of one checkpoint; systems allow a process as
 
 
 class ContainerFile(Closing, ABC, Generic[Entry]):
-    """A file open for reading; its whole header is checked first."""
+    """The base of readers: a file that stays open, whose whole header was checked first."""
 
     tensors: Mapping[str, Entry]
     checksums: Mapping[str, int]  # of every tensor, or of none

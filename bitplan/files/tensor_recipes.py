@@ -127,7 +127,7 @@ _KINDS = {
 
 
 def listed_faults(faults: Mapping[str, Sequence[str]]) -> str:
-    """'3 missing: a, b, c; 1 unknown to the model: d'."""
+    """Faults by kind as one text: '3 missing: a, b, c; 1 unknown to the model: d'."""
     listed = ((_KINDS[kind], natural_order(names)) for kind, names in faults.items() if names)
     return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in listed)
 
@@ -307,7 +307,7 @@ def _packing_fault(recipe: TensorRecipe, file: TensorFile) -> str | None:
 
 
 def convert_plain(recipe: TensorRecipe, tensors: Sequence[torch.Tensor], model: nn.Module) -> dict[str, torch.Tensor]:
-    """Plain tensors through transformers' own steps."""
+    """Compute a model's tensors from a file's plain ones by transformers' own converter."""
     converter = deepcopy(recipe.converter)
     for piece, pattern, tensor in zip(recipe.pieces, recipe.patterns, tensors, strict=True):
         converter.add_tensor(recipe.targets[0], piece.name, pattern, tensor)

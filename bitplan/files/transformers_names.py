@@ -60,7 +60,7 @@ def require_complete(info: Mapping[str, Any], where: str) -> None:
 
 
 def listed_names(fault: str, names: Iterable[str]) -> str:
-    """'3 missing: a, b and 1 more'."""
+    """Names behind their fault, the first few: '3 missing: a, b and 1 more'."""
     listed = list(names)
     more = f" and {len(listed) - MOST_NAMES_SHOWN} more" if len(listed) > MOST_NAMES_SHOWN else ""
     return f"{len(listed)} {fault}: {', '.join(listed[:MOST_NAMES_SHOWN])}{more}"

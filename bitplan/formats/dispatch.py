@@ -116,7 +116,7 @@ def _encode_blocks(
     name: str = "tensor",
     **_: Any,
 ) -> Encoded:
-    """The definition's algorithm, compiled, with its checks."""
+    """Encode GGUF's block formats by compiled code, with the checks of the plain definition."""
     if importance is not None:
         check_importance(fmt, importance, "mse", tuple(x.shape), name)
     numbers = finite(x.detach(), nonfinite, name)

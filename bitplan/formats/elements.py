@@ -56,7 +56,7 @@ ITEM_BYTES = {
 
 
 def wider_types(name: str) -> str:
-    """The types to take for numbers beyond the range of one."""
+    """A hint for errors: the types that hold numbers too large for this one."""
     return {"bfloat16": "float32", "float32": "float64"}.get(name, "bfloat16 or float32")
 
 

@@ -45,7 +45,7 @@ class Encoded:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        """The tensors it is made of, in storage order."""
+        """The tensors that it consists of (data, scales, ...), by name, in storage order."""
         named = {"data": self.data, "scales": self.scales, "base": self.base, "zero_point": self.zero_point}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
 

@@ -76,7 +76,7 @@ class ScaleFlags:
 
 @dataclass(frozen=True)
 class BlockFlags:
-    """One flag or count per block, [down, across]."""
+    """Flags and counts of an encoding: tensors with one entry for each block, [down, across]."""
 
     nan: Tensor
     saturated: Tensor

@@ -239,7 +239,7 @@ def _join(linears: Sequence[nn.Linear], joins_biases: bool) -> nn.Linear:
 
 
 class Replacements:
-    """Modules of a model that were replaced, in order."""
+    """The modules of a model that were replaced, in order, so that all can be put back on an error."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model

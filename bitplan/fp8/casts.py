@@ -73,7 +73,7 @@ class ScaledFp8:
 
 
 class CastPair(NamedTuple):
-    """The layouts asked for; the others are None."""
+    """A matrix cast to FP8 in two layouts, `rows` and `cols` (its transpose); None where one was not asked for."""
 
     rows: ScaledFp8 | None = None
     cols: ScaledFp8 | None = None
@@ -86,7 +86,7 @@ def scaling_of(recipe: str, *, is_weight: bool = False) -> str:
 
 
 def padded_tokens(recipe: str, tokens: int) -> int:
-    """How many rows a cast of this many tokens has."""
+    """The rows of the cast of so many tokens: padded to the recipe's multiple."""
     multiple = find_recipe(recipe).multiple
     return -(-tokens // multiple) * multiple
 

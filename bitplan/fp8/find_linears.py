@@ -235,7 +235,7 @@ class _Finder:
         return len(kinds) == 1
 
     def _obstacle(self, paths: tuple[str, ...]) -> str | None:
-        """Say why linears cannot be replaced; None where they can."""
+        """Why these linears cannot be replaced by FP8 layers; None if they can."""
         for path in paths:
             linear = self.modules[path]
             if type(linear) is not nn.Linear and not _is_conv1d(linear):

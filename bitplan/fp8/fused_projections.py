@@ -32,7 +32,7 @@ from bitplan.plan.structure.joined_calls import SharedProduct
 
 
 class _Projection(nn.Module):
-    """A projection that is joined with others."""
+    """One of several joined projections; `has_bias`: it keeps a bias of its own, since the others have none."""
 
     has_bias = False  # whether it has a bias of its own, since the others have none
 
@@ -111,7 +111,7 @@ def _refuse_offloading(hook: Any) -> None:
 
 
 class FusedPart(_Projection):
-    """A projection whose product is a part of the head's product."""
+    """Stands for a joined projection other than the first; its forward takes its part of the first one's product."""
 
     def __init__(self, head: FusedProjections, index: int, bias: nn.Parameter | None = None) -> None:
         super().__init__()
@@ -231,7 +231,7 @@ def _with_own_storage(joined: Tensor, rows: tuple[int, int]) -> Tensor:
 
 
 class _Join:
-    """Reads a state dict that has the old names."""
+    """A hook that lets a module load a state dict with the names of before its layers were joined."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, *more: Any) -> None:
         errors: list[str] = more[-1]

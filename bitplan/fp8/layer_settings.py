@@ -103,7 +103,7 @@ class Fp8Recipe:
 
 @dataclass(frozen=True)
 class GemmChoice:
-    """The recipe of each product, or "bf16"."""
+    """Which recipe, or "bf16", each of a layer's three products runs in: fprop, dgrad, wgrad."""
 
     fprop: str
     dgrad: str

@@ -481,7 +481,7 @@ _GROUPED: dict[str, Kind] = {"etp_size": COUNT, "num_gemms": COUNT}
 
 @dataclass(frozen=True)
 class ListRow:
-    """One result: the layer, the run and the time."""
+    """One row of a LoongForge list report: the layer, how it was run, and the time."""
 
     rule: tuple[Any, ...]  # kind, name, tp, etp, num_gemms
     run: tuple[str, str]  # model and case

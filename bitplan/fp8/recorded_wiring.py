@@ -60,7 +60,7 @@ class MlpWiring:
     tail: tuple[str, ...] = ()
 
     def within(self, block: str) -> MlpWiring:
-        """This wiring by paths inside a block."""
+        """A copy with paths relative to a block."""
         cut = len(block) + 1 if block else 0
         path, down, *first = (path[cut:] for path in (self.path, self.down, *self.first))
         return replace(self, path=path, first=tuple(first), down=down)
@@ -304,7 +304,7 @@ def holder_of(paths: Sequence[str]) -> str:
 
 
 def _above(path: str, block: str) -> Iterator[str]:
-    """A path and the modules that hold it, up to its block."""
+    """Yield a path, then those of the modules that hold it, up to its block's."""
     while path:
         yield path
         if path == block:

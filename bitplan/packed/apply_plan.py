@@ -158,7 +158,7 @@ class ApplyError(PlanError):
 
 @dataclass(frozen=True)
 class Change:
-    """The change of one tensor; `reason` is the plan's."""
+    """The change that a plan made to one tensor: formats before and after, and the plan's reason."""
 
     name: str
     before: str
@@ -171,7 +171,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A tensor that stayed as it was."""
+    """A tensor that `apply_plan` left as it was, and why."""
 
     name: str
     reason: str
@@ -286,7 +286,7 @@ class _Tensors:
         yield from (*self.parameters, *self.packed, *self.buffers)
 
     def stored(self) -> dict[str, TensorSpec]:
-        """The tensors as `choose_formats` takes them."""
+        """A record of every tensor, as `choose_formats` takes them."""
         items = {name: _tensor_of(self, name) for name in self}
         return {
             name: TensorSpec.of(name, tuple(item.shape), item.fmt)

@@ -386,7 +386,7 @@ class CrossoverTable:
         self._lock = threading.RLock()
 
     def find(self, fmt: str, out_features: int, in_features: int) -> Crossover | None:
-        """The record, if there is one; measures nothing."""
+        """The recorded timings of this format and shape; None where there are none. Nothing is measured."""
         with self._lock:
             if self._crossovers is None:
                 shipped = {} if self.shipped is None else read_shipped(self.shipped, self.fingerprint)
@@ -457,7 +457,7 @@ class CrossoverTable:
 
 
 def _joined(first: dict[Key, Crossover], second: dict[Key, Crossover]) -> dict[Key, Crossover]:
-    """The records of both; records of the same weights are joined."""
+    """The records of both mappings; records of the same format and shape become one with both's timings."""
     return first | {key: first[key].joined(record) if key in first else record for key, record in second.items()}
 
 

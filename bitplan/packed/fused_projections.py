@@ -321,7 +321,7 @@ def _joined(weights: Sequence[PackedWeight]) -> Encoded:
 
 
 class JointLinear(QuantLinear):
-    """A layer over the rows of several weights."""
+    """A packed linear layer over the rows of several layers' weights."""
 
     def __init__(self, weight: Encoded, prepared: Prepared, like: QuantLinear, name: str) -> None:
         super().__init__(weight, strategy=like.strategy, cache=like.cache, inputs=like.inputs, name=name)

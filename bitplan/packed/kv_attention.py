@@ -101,7 +101,7 @@ class JoinedRows:
         )
 
     def rows(self, which: int) -> PackedRows:
-        """The keys (0) or values (1) that are there."""
+        """The keys (0) or values (1) of the tokens so far, as PackedRows."""
         parts = {name: part[:, :, : self.tokens] for name, part in self.parts[which].items()}
         return PackedRows(self.formats[which], self.width, self.dtype, parts)
 
@@ -115,7 +115,7 @@ class JoinedRows:
             bits.copy_(new.contiguous().view(torch.uint8))
 
     def _make_room(self, batch: int, heads: int, tokens: int, device: torch.device) -> None:
-        """Room for these tokens and a sixteenth more, in whole tiles."""
+        """Allocate memory for these tokens and a sixteenth more, in whole tiles, and copy what is there."""
         capacity = room_for(tokens)
         for which, fmt in enumerate(self.formats):
             assert fmt.scales is not None
@@ -505,7 +505,7 @@ def _sdpa() -> Any:
 
 @functools.cache
 def register() -> None:
-    """Let transformers know `ATTENTION`, once."""
+    """Register our attention with transformers under the name `ATTENTION`; later calls do nothing."""
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 

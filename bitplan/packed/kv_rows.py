@@ -50,12 +50,12 @@ class PackedRows:
     parts: dict[str, Tensor] = field(default_factory=dict)
 
     def packed(self, rows: Tensor) -> PackedRows:
-        """Pack other rows in the same format."""
+        """Encode other rows in the same format as these."""
         parts = {"data": rows} if self.fmt is None else pack_rows(rows, self.fmt)
         return replace(self, parts=parts, width=rows.shape[-1])
 
     def followed_by(self, later: PackedRows) -> PackedRows:
-        """Rows of these tokens, then of the later ones."""
+        """A new object with these tokens' rows, then those of `later`."""
         if not self.parts:
             return later
         return replace(

@@ -139,12 +139,12 @@ def stack_of(module: nn.Module, part: Literal["gate_up", "down"]) -> str:
 
 
 def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape in which a parameter is packed: rows are outputs."""
+    """The shape under which a parameter is packed, with outputs as rows."""
     return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
 
 
 def with_output_rows(named: NamedParameter) -> Tensor:
-    """The numbers of a parameter as they are packed."""
+    """A parameter's numbers with outputs as rows, as they are packed."""
     numbers: Tensor = named.parameter
     is_turned = are_columns(named.module, named.local)
     return numbers.detach().transpose(1, 2).contiguous() if is_turned else numbers

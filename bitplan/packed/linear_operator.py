@@ -93,7 +93,7 @@ class GraphWeight(nn.Module):
 
 
 def remember(weight: PackedWeight, cache: TileCache) -> None:
-    """Let operators find a weight and a cache by their tokens."""
+    """Register a weight and a cache under their tokens (numbers), by which operators in graphs find them."""
     _weights[weight.token] = weight
     _caches[cache.token] = cache
 
@@ -130,7 +130,7 @@ class Matrix(NamedTuple):
         return Encoded(get_format(self.format), self.shape, self.data, self.scales, self.base)
 
     def pieces(self, way: ProductWay, dtype: torch.dtype) -> Iterator[Piece]:
-        """The numbers, a piece of rows after the other."""
+        """Yield the decoded matrix in pieces of rows."""
         if way.strategy in ("eager", "tile_cache") and self.expanded is not None:
             return iter([(slice(0, self.shape[0]), self.expanded)])
         if way.strategy == "tile_cache":
@@ -231,7 +231,7 @@ def _save(ctx: Any, weight: tuple[Any, ...], width: int) -> None:
 
 
 def _saved(ctx: Any) -> tuple[Any, ...]:
-    """The weight's arguments for the other operator."""
+    """The arguments that stand for the weight, as `_save` left them in `ctx`, for another operator."""
     if versions_of(ctx.tensors) != ctx.versions:
         raise LayerError(CHANGED)
     name, rest = ctx.constants

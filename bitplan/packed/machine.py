@@ -253,7 +253,7 @@ def _copy_ms(target: torch.Tensor, source: torch.Tensor) -> float:
 
 
 def _paths_not_tried() -> list[FastPath]:
-    """The fast paths, as far as they are known without imports."""
+    """The fast paths without a test whether they run: for reports that import nothing."""
     numba = version_of("numba")
     why = "a GPU driver is here, and was not asked" if has_gpu_driver() else "no GPU driver is here"
     gpu = None if has_gpu_driver() else False

@@ -40,10 +40,10 @@ Made = TypeVar("Made")
 
 
 class Listener(Protocol):
-    """An object that keeps things made from weights."""
+    """An object that keeps things derived from weights and must be told when one changes."""
 
     def drop(self, token: int) -> None:
-        """The weight of this token changed or is gone."""
+        """Called when the weight with this token (number) changed or was freed."""
 
 
 class _ReadAsNumbersError(StoreError, AttributeError):
@@ -213,7 +213,7 @@ class PackedWeight(EncodedModule):
         return torch.tensor(list(text.encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Any) -> None:
-        """Sets nothing: loading has compared the state already."""
+        """Do nothing: `_faults` has compared the saved state with this weight already."""
 
     def _load_from_state_dict(
         self,
@@ -293,7 +293,7 @@ def _as_bytes(part: Tensor) -> Tensor:
 
 
 class _Addressed:
-    """Pinned memory as torch takes it for a GPU's: by its address."""
+    """Wraps pinned host memory so that torch takes it for the GPU's, by its address."""
 
     def __init__(self, buffer: Tensor) -> None:
         self.__cuda_array_interface__ = {

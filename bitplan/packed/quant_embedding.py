@@ -74,7 +74,7 @@ class QuantEmbedding(nn.Module):
         return self._like.dtype
 
     def stand_in(self, _ids: Tensor) -> nn.Embedding:
-        """A plain table without numbers, for `bitplan.describe`."""
+        """A plain embedding without numbers, which `bitplan.describe` runs in place of this layer."""
         return nn.Embedding(self.num_embeddings, self.embedding_dim, device="meta", dtype=self.dtype)
 
     def extra_repr(self) -> str:

@@ -227,7 +227,7 @@ class QuantLinear(nn.Module):
         return y
 
     def bound_for(self, x: Tensor) -> BoundCall | None:
-        """The bound call of such inputs; None where none is prepared."""
+        """The prepared call for inputs like x; None where none is prepared yet."""
         calls, key = self._bound, (x.shape, x.dtype)
         bound = calls.get(key)
         if bound is None and calls and x.shape[-1:] == (self.in_features,):
@@ -346,7 +346,7 @@ class QuantLinear(nn.Module):
         return y
 
     def _matrix(self, picked: Pick, dtype: torch.dtype) -> Matrix:
-        """The weight, with what this pick's kernel reads beside it."""
+        """The arguments for the operator: the weight, and what the picked kernel reads beside it."""
         weight, expanded, tokens = self.weight, None, (0, 0)
         prepared: Prepared = ()
         if picked.strategy == "fused":

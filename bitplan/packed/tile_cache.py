@@ -85,7 +85,7 @@ class _Tile:
 
 
 class TileCache:
-    """Expanded pieces of rows, at most `budget_bytes` of them."""
+    """A cache of decoded pieces (tiles) of packed weights, at most `budget_bytes` in all."""
 
     def __init__(self, budget_bytes: int = 0, *, tile_bytes: int = TILE_BYTES) -> None:
         sizes = (budget_bytes, tile_bytes)
@@ -129,7 +129,7 @@ class TileCache:
     # ---- tiles ------------------------------------------------------------------------------------------------------
 
     def pieces_of(self, weight: PackedWeight, dtype: torch.dtype) -> list[slice]:
-        """How a weight is cut into tiles."""
+        """The slices of rows into which a weight is cut as tiles."""
         rows, cols = weight.shape
         row_bytes = max(1, cols * dtype.itemsize)
         fits = self.budget_bytes >= ROWS_WORTH_A_TILE * row_bytes
@@ -143,7 +143,7 @@ class TileCache:
             yield rows, self.tile(weight, dtype, rows)
 
     def tile(self, weight: TiledWeight, dtype: torch.dtype, rows: slice) -> Tensor:
-        """Some rows of a weight, expanded."""
+        """One tile of a weight, decoded: from the cache, or made now and kept if there is room."""
         for (token, state, kind, _, _), values in self._pinned.items():
             if (token, state, kind) == (weight.token, weight.state, dtype):
                 return values[rows]

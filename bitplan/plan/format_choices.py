@@ -230,7 +230,7 @@ def _keep_tensors(plan: Plan, tensors: Mapping[str, TensorSpec], stays: _Kept, p
 
 
 class _Kept:
-    """Which tensors stay, by name."""
+    """Decides by `keep` and `only` which tensors stay as they are, and why."""
 
     def __init__(self, keep: Sequence[str], only: Sequence[str]) -> None:
         self._keep, self.only = ShellPatterns(keep), ShellPatterns(only)
@@ -310,7 +310,7 @@ def _as_spec(name: str, item: Any) -> TensorSpec:
 
 
 def _stays(tensor: TensorSpec, role: str, reason: str, cause: Cause = "default") -> Planned:
-    """The tensor as it is: in its packed format, or in its own type."""
+    """The plan's entry for a tensor that stays in its own format or type."""
     if tensor.encoded:
         return Planned(Choice(tensor.format, reason, cause=cause), tensor.shape, role)
     name = _CODES.get(tensor.dtype, tensor.dtype)

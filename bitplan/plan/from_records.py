@@ -187,7 +187,7 @@ def _whole_lines(lines: Iterable[bytes], where: str) -> Iterable[tuple[int, Any]
 
 
 class RunChange(NamedTuple):
-    """A row of a run's plan gets another format from a step on."""
+    """A change in the log of a run's plan: from a step on, a row has another format."""
 
     step: int
     name: str

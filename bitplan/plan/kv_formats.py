@@ -96,7 +96,7 @@ class KVFormats:
 
     @classmethod
     def from_document(cls, document: Any, where: str) -> KVFormats:
-        """What a config holds."""
+        """Read the formats from the entry for keys and values in a packed folder's config.json."""
         if type(document) is not dict or document.keys() != {KEYS, VALUES}:
             raise FormatError(f'{where}: expected {{"keys": FORMAT, "values": FORMAT}}, got {show(document)}')
         lists = {part: tuple(item) if type(item) is list else item for part, item in document.items()}

@@ -146,7 +146,7 @@ class NamePatterns:
         return self._closure(reached)
 
     def _closure(self, states: set[int], *, at_start: bool = False, at_end: bool = False) -> States:
-        """All states reached without a letter."""
+        """All states of the automaton that are reached from these without reading a letter."""
         reached, waiting = set(states), list(states)
         while waiting:
             state = waiting.pop()
@@ -524,7 +524,7 @@ class Manifest:
         return self.tags.get(name) or Tag(_CASTS.get(name, name))
 
     def match(self, name: str) -> Match | None:
-        """The first rule for a name, in our naming or its alias."""
+        """The first rule whose pattern matches a name or its alias, which decides its format; None if none does."""
         indices = self.matches(name)
         return Match(indices[0], self.rules[indices[0]], self.aliases.to_ours(name)) if indices else None
 
@@ -708,12 +708,12 @@ SHIPPED = ("bert", "gemma", "gpt-oss", "llama", "mistral", "mixtral", "phi3", "q
 
 
 def shipped_manifest(name: str) -> Manifest:
-    """A manifest that comes with bitplan."""
+    """Read a manifest that comes with bitplan, by its name."""
     return Manifest.from_document(parse_json(shipped_text(name), where=name), where=name)
 
 
 def shipped_text(name: str) -> bytes:
-    """The document itself."""
+    """The bytes of the file of a manifest that comes with bitplan."""
     if name not in SHIPPED:
         raise ManifestError(f"no manifest {name!r}; there are {', '.join(SHIPPED)}{did_you_mean(name, SHIPPED)}")
     return _resource(name)

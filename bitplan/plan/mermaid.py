@@ -40,7 +40,7 @@ _SUFFIX = re.compile(r"[._](weight|bias|blocks|scales|scale)$")
 
 
 def draw(tensors: Mapping[str, tuple[str, str]]) -> str:
-    """The chart's text, from (format, part of it or "") by tensor."""
+    """Draw a mermaid chart of a plan; `tensors` maps names to (format, the part of it that they hold or "")."""
     outer: Boxes = {}
     layers: dict[tuple[str, str], Boxes] = {}
     for name, (fmt, part) in tensors.items():
@@ -79,7 +79,7 @@ def draw_view(view: ModelView) -> str:
 
 
 class _Chart:
-    """The lines so far, and the boxes that the next boxes follow."""
+    """A mermaid chart while it is drawn: its lines, and the boxes to which the next are connected."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []

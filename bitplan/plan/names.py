@@ -71,7 +71,7 @@ def _as_shell_pattern(pattern: str) -> str:
 
 
 def natural_order(names: Iterable[str]) -> list[str]:
-    """Sorted with numbers in names compared as numbers."""
+    """Sort names so that numbers in them count as numbers: layer 2 comes before layer 10."""
     return sorted(names, key=lambda name: (_natural_key(name), name))
 
 

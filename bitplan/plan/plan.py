@@ -294,7 +294,7 @@ class Plan(Mapping[str, Choice]):
         return {"document": DOCUMENT, "version": VERSION, **padding, "tensors": tensors}
 
     def to_json(self) -> str:
-        """The document's text; equal plans give equal text."""
+        """The plan as JSON text; equal plans give equal text."""
         return json.dumps(self.to_document(), indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -354,7 +354,7 @@ class Plan(Mapping[str, Choice]):
         return Plan(entries, padding=self.padding)
 
     def of_kind(self, kind: PartKind) -> Plan:
-        """The entries of one kind of part."""
+        """A plan of the entries of one kind of part alone ("weight", "product", "kv", ...)."""
         return Plan({name: entry for name, entry in self.entries.items() if entry.kind == kind}, padding=self.padding)
 
     # ---- views ----------------------------------------------------------------------------------------------------

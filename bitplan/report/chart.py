@@ -50,7 +50,7 @@ def format_colours(names: Iterable[str]) -> dict[str, str]:
 
 
 def at(value: float) -> str:
-    """A coordinate as text, to a tenth."""
+    """A coordinate as SVG text, rounded to a tenth."""
     return f"{value:.1f}".removesuffix(".0")
 
 
@@ -174,7 +174,7 @@ class Frame:
 
 
 def picture(parts: Sequence[Markup], width: float, height: float, label: str) -> Markup:
-    """The SVG itself."""
+    """The SVG element around these drawn parts."""
     size = {"viewBox": f"0 0 {at(width)} {at(height)}", "width": at(width), "height": at(height)}
     return tag("svg", join(parts), role="img", aria_label=label, class_="wide" if width > WIDTH else None, **size)
 
@@ -228,7 +228,7 @@ def step_chart(
 
 
 def line(frame: Frame, points: Sequence[Point], kind: str) -> Markup:
-    """A line through the points, in their order."""
+    """An SVG line through the points, in their order."""
     points_px = thin([(frame.px(x), frame.py(y)) for x, y in points])
     return tag("polyline", points=" ".join(f"{at(x)},{at(y)}" for x, y in points_px), class_=f"line {kind}")
 
@@ -266,7 +266,7 @@ def marker(point: Point, kind: str, tip: str, shape: str = "circle", radius: flo
 
 
 def whisker(frame: Frame, x: float, low: float, high: float, kind: str) -> Markup:
-    """A vertical interval."""
+    """An SVG mark of an interval: a vertical line from `low` to `high` at x."""
     middle, top, base = frame.px(x), frame.py(high), frame.py(low)
     return tag(
         "path",

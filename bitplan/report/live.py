@@ -87,4 +87,4 @@ class _Request(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not printed."""
+        """Do nothing: the server does not print its requests."""

@@ -127,7 +127,7 @@ def _summary(sections: Sequence[Section], title: str) -> Markup:
 
 
 def _facts(section: Section) -> Markup:
-    """The figures of a part, under its name."""
+    """The HTML of a section's key figures, under the section's name."""
     tiles = [
         tag("li", tag("b", fact.value), tag("span", fact.label), tag("small", fact.note) if fact.note else "")
         for fact in section.facts

@@ -99,7 +99,7 @@ class Record:
     sampled: str = ""  # how many lines of a long log were read
 
     def fields(self) -> RecordFields:
-        """The document."""
+        """A document's content, to be read key by key."""
         return RecordFields(self.content, self.name)
 
     def lines(self) -> list[RecordFields]:
@@ -266,7 +266,7 @@ def _check_size(path: Path, size: int) -> None:
 
 @dataclass(frozen=True)
 class _Sample:
-    """Some lines of a log, each with its number."""
+    """Lines that were picked from a log, each with its line number."""
 
     total: int
     lines: list[tuple[int, bytes]]

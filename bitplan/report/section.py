@@ -14,7 +14,7 @@ from bitplan.report.read_records import Record
 
 @dataclass(frozen=True)
 class Fact:
-    """A key figure for the top of the page."""
+    """A key figure at the top of the page: what it is, its value, a note."""
 
     value: str
     label: str
@@ -54,7 +54,7 @@ def told(record: Record, sentence: object) -> Markup:
 
 
 def source(record: Record, more: object = "") -> Markup:
-    """Which file this came from."""
+    """The line of a part that names the file it came from."""
     torn = f"; {record.torn} torn line left out" if record.torn == 1 else ""
     torn = f"; {record.torn} torn lines left out" if record.torn > 1 else torn
     sampled = f"; {record.sampled}" if record.sampled else ""
@@ -70,7 +70,7 @@ def cards(drawn: Sequence[Markup]) -> Markup:
 
 
 def fold(title: str, content: Markup) -> Markup:
-    """Details that are folded away at first."""
+    """HTML with details that the reader unfolds by a click on the title."""
     return tag("details", tag("summary", title), content)
 
 

@@ -49,7 +49,7 @@ def fit_section(records: Sequence[Record]) -> Section:
 
 
 def tokens(number: float) -> str:
-    """32k for 32768."""
+    """A number of tokens as text, 32k for 32768."""
     return f"{number / 1024:g}k" if number >= 1024 and number % 256 == 0 else count(number)
 
 
@@ -178,7 +178,7 @@ def kl_frame(result: RecordFields, points: Sequence[RecordFields], along: str, b
 
 
 def _memory_axis(values: Sequence[float]) -> Axis:
-    """Bytes from the least to the most, with about six round ticks."""
+    """A chart's axis over these bytes, with about six round ticks."""
     low, high = min(values), max(values)
     raw = max((high - low) / 6, 1.0)
     power = 10.0 ** (len(str(int(raw))) - 1)

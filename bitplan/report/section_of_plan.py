@@ -95,7 +95,7 @@ def read_plan(record: Record) -> list[Decided]:
 
 
 def _evidence(item: RecordFields) -> str:
-    """The figures behind a reason, on one line."""
+    """The figures behind a choice's reason, as one line of text."""
     if "evidence" not in item:
         return ""
     figures = item.fields("evidence").value.items()

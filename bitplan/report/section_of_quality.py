@@ -113,7 +113,7 @@ def _mean(errors: Sequence[float | None]) -> float | None:
 
 
 def _last_step(errors: Sequence[ErrorRow]) -> list[ErrorRow]:
-    """The latest error of each name and format, the worst first."""
+    """Of each tensor and format the error at its latest step, the worst first."""
     latest: dict[tuple[str, str], ErrorRow] = {}
     for error in errors:
         key = (error.name, error.format)
@@ -169,7 +169,7 @@ def _power(value: float) -> str:
 
 
 def _over_steps(errors: Sequence[ErrorRow]) -> Markup | None:
-    """The worst tensors over steps."""
+    """A chart of the errors of the worst tensors over steps; None where there are too few points."""
     worst = list(dict.fromkeys(error.name for error in _last_step(errors)))[:WORST_LINES]
     curves = [
         (name, colour(at), [(float(e.step), e.relative) for e in errors if e.name == name and e.relative is not None])
@@ -314,7 +314,7 @@ def _name(row: RecordFields) -> str:
 
 
 def _perplexity_chart(rows: Sequence[RecordFields]) -> Markup | None:
-    """Perplexity against bits per weight: the trade-off."""
+    """A chart of perplexity against bits per weight; None where there are too few points."""
     if len(rows) < FEWEST_POINTS:
         return None
     values = [row.number("perplexity") for row in rows]

@@ -75,7 +75,7 @@ def benchmark_section(records: Sequence[Record]) -> Section:
 
 
 def _rows(document: RecordFields) -> Markup:
-    """Every list of objects in the document as a table."""
+    """Tables of all lists of objects in a document."""
     lists = {
         key: value
         for key, value in document.value.items()

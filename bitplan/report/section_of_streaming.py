@@ -44,7 +44,7 @@ LOSSES = ("loss", "validation_loss")
 
 @dataclass(frozen=True)
 class Run:
-    """One log: the curves of its figures, by name."""
+    """One training log, as curves of its figures by name."""
 
     record: Record
     name: str
@@ -115,7 +115,7 @@ LANE_LEAST = 1.5  # a very short copy is still visible
 
 
 class LanePiece(NamedTuple):
-    """A copy or a wait, drawn in a lane."""
+    """A stretch of time drawn in a lane of the timeline: a copy, a wait, or computing."""
 
     name: str
     start_ms: float
@@ -185,7 +185,7 @@ def _piece(item: RecordFields, kind: str, name: str = "") -> LanePiece:
 
 
 def _between(waits: Sequence[LanePiece], end_ms: float) -> list[LanePiece]:
-    """The computation: all time between waits."""
+    """The stretches of computing: all time between the waits, up to `end_ms`."""
     pieces, at_ms = [], 0.0
     for wait in waits:
         if wait.start_ms > at_ms:
@@ -220,7 +220,7 @@ def _lanes(lanes: dict[str, list[LanePiece]], step_ms: float) -> Markup:
 def _over_steps(
     steps: Sequence[RecordFields], keys: Sequence[tuple[str, str, str]]
 ) -> list[tuple[str, str, list[Point]]]:
-    """Curves of some figures: (key, name, classes) of each."""
+    """Curves of these figures over steps: (key, name, classes, points) of each."""
     return [
         (name, kind, [(float(step.number("step")), float(step.number(key, 0))) for step in steps])
         for key, name, kind in keys

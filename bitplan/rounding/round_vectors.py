@@ -35,7 +35,7 @@ from bitplan.rounding.scale_search import move_if_better
 
 
 def round_vectors(matrix: Tensor, by: OrderedFactor, fmt: GgufVectors, sweeps: int) -> Tensor:
-    """Round [R, filled] numbers -> [R, bytes per row]."""
+    """Round numbers [R, filled] to a format of vectors; returns the stored bytes [R, bytes per row]."""
     layout, search = fmt.vectors, search_for(matrix)
     v, scales = _compensate(matrix, by, layout, search)
     gradient = (matrix - scales.values(v)) @ by.damped
@@ -106,7 +106,7 @@ def _round_piece(
 
 
 def _nearest(x: Tensor, weights: Tensor, steps: Tensor, layout: VectorLayout) -> Tensor:
-    """Numbers of the nearest vectors, with signs, [R, 8]."""
+    """The numbers, with signs, of the vectors that are nearest to x [R, 8] by weighted distance."""
     nearest = TorchVectors().nearest(x.contiguous(), weights.reshape(1, -1).contiguous(), steps, layout)
     numbers: Tensor = codebook(layout.ggml_type, x.device).numbers[nearest.vectors.long()].flatten(1)
     return numbers * signs_of(nearest.signs)

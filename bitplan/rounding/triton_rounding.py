@@ -160,7 +160,7 @@ def _on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
 
 
 def code_limits(grid: Any) -> dict[str, Any]:
-    """The constants of `nearest`."""
+    """The compile-time constants that the kernel function `nearest` needs for a grid."""
     kind = "table" if grid.table is not None else "float" if grid.is_float else "integer"
     limits = {"LOW": grid.low, "HIGH": grid.high, "MANTISSA": grid.mantissa, "LEAST": grid.least}
     return {"KIND": kind, **limits, "TABLE": len(grid.table or ())}
@@ -397,7 +397,7 @@ class BlockScales:
 
     @property
     def span(self) -> int:
-        """The number of columns of a batch."""
+        """How many columns the kernels round in one launch."""
         return max(BATCH, self.width)
 
     def constants(self) -> dict[str, Any]:
@@ -515,7 +515,7 @@ def over(one, two):
 
 @triton.jit
 def if_better(move, rise, curve):
-    """The move where the error becomes smaller, else none."""
+    """The move of a scale if it makes the error smaller, else 0."""
     return tl.where(2 * move * rise > move * move * curve, move, 0.0)
 
 

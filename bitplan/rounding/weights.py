@@ -72,7 +72,7 @@ def stored_codes(numbers: Tensor, fmt: GgufBlocks) -> Tensor:
 
 
 def round_groups(matrix: Tensor, by: OrderedFactor, fmt: GgufBlocks, sweeps: int) -> Tensor:
-    """Round [R, filled] numbers -> [R, bytes per row]."""
+    """Round numbers [R, filled] to a GGUF format of groups; returns the stored bytes [R, bytes per row]."""
     scales = GroupScales.empty(matrix, fmt.layout)
     codes = _compensate(matrix, by, fmt, scales)
     _sweep(matrix, by.damped, codes, scales, fmt, sweeps)
@@ -236,7 +236,7 @@ def takes_feedback(outputs: Tensor | None, layout: ScaledBlocks) -> bool:
 def round_with_feedback(
     matrix: Tensor, outputs: Tensor, plain: Encoded, layout: ScaledBlocks, round_rows: RoundRows, name: str
 ) -> Encoded:
-    """Round [R, filled] numbers; `outputs` [R, R] is G, in any unit."""
+    """Round a matrix so that rows make up for each other's errors too; `outputs` [R, R] is G, in any unit."""
     order = outputs.diagonal().argsort(descending=True, stable=True).to(matrix.device)
     factor = factor_of(outputs.to(matrix.device), DAMPING, order, name, "outputs")[1]
     left, rounded = matrix[order], []

@@ -36,7 +36,7 @@ Replaced = Callable[[str], Tensor | None]
 
 @contextmanager
 def torch_threads(count: int) -> Iterator[None]:
-    """Inside, torch uses so many threads."""
+    """A context in which torch uses this many threads."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(count)
@@ -240,7 +240,7 @@ class BlockRunner:
             return self._logits(states.ids)
 
     def through_blocks(self, batches: Sequence[Tensor], replaced: Replaced | None = None) -> list[TokenStates]:
-        """All windows after the last block, without gradients."""
+        """Run all blocks on these windows, without gradients; returns the states after the last block."""
         with torch.no_grad(), self.outside(replaced):
             states = [self.enter(ids) for ids in batches]
         with torch.no_grad(), self.fewer_threads():

@@ -116,7 +116,7 @@ class EvidenceFolder:
 def fingerprint_of_search(
     subject: SearchSubject, windows: Sequence[Tensor], checks: Sequence[Tensor]
 ) -> dict[str, str]:
-    """What evidence depends on, by content."""
+    """Hashes of what evidence depends on: weights, windows of text, versions."""
     return {
         "weights": subject.fingerprint(),
         "text": hash_tensors([*windows, *checks]),

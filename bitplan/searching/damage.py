@@ -161,7 +161,7 @@ class JobRounder:
             return list(job.rounded())
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: no file is open."""
 
 
 @dataclass
@@ -328,7 +328,7 @@ class RoundedWeights:
                     on_done(name, fmt)
 
     def _workers(self, names: Iterable[str]) -> int:
-        """How many threads work on different weights at once."""
+        """How many threads should round different weights at the same time."""
         widest = max((self.subject.sites[name].shape[-1] for name in names), default=1)
         return (
             1
@@ -432,7 +432,7 @@ class RoundedWeights:
         return sorted(absent, key=order)
 
     def _weight(self, name: str) -> Tensor:
-        """A weight; the last few are remembered."""
+        """Read a weight by name; the last few that were read are kept."""
         weights = self._recent.weights
         if name not in weights:
             numbers = math.prod(self.subject.sites[name].shape)
@@ -493,7 +493,7 @@ class RoundedWeights:
         return self._gains[key]
 
     def _plain_damage(self, site: WeightSite, fmt: str) -> float:
-        """The damage of plain rounding on some rows."""
+        """The damage, in nats a token, of rounding some rows of a weight to nearest."""
         weight = self._weight(site.name)
         rows = _sampled_rows(weight)
         change = _change(weight[rows], fmt, site.name)
@@ -507,7 +507,7 @@ class RoundedWeights:
         return self._quick[site.name]
 
     def _damage_in(self, site: WeightSite, weight: Tensor, fmt: str) -> Tensor:
-        """The damage of each row in a format, to nearest."""
+        """The damage, in nats a token, of each row if the weight is rounded to nearest in a format."""
         damages, first = [], 0
         for piece in pieces_of(weight, self.at_once):
             rows = torch.arange(first, first + len(piece), device=weight.device)
@@ -583,7 +583,7 @@ def _sampled_rows(weight: Tensor) -> Tensor:
 
 
 def _change(weight: Tensor, fmt: str, name: str) -> Tensor:
-    """The weight minus its numbers in a format, to nearest."""
+    """The error of rounding to nearest: the weight minus its numbers in a format."""
     return decode(encode(weight, fmt, name=name), torch.float32).neg_().add_(weight)
 
 

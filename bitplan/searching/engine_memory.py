@@ -66,12 +66,12 @@ class EngineMemory:
     unproven: str = ""
 
     def group_of(self, layer: int, part: str) -> str:
-        """The group whose format a part has."""
+        """The name of the group of keys or values that a part belongs to; a group has one format."""
         named = {"keys and values": f"layers.*.{part}", "all": f"layers.*.{BOTH}"}
         return named.get(self.shared, part_name(layer, part))
 
     def tokens(self, window: int | None, request: Held) -> int:
-        """How many tokens a layer keeps, of all texts."""
+        """How many tokens of keys or values a layer keeps for all texts; `window`: of a sliding window."""
         most = request.context if window is None else min(request.context, window + self.more)
         return -(-most // self.step) * self.step * request.batch
 

@@ -122,7 +122,7 @@ def weight_format(candidate: str) -> str:
 
 
 def bits_of(candidate: str) -> float:
-    """Bits a weight of a large matrix."""
+    """Bits a weight, scales included, of a candidate's format in a large matrix."""
     return get_format(weight_format(candidate)).bits_per_weight((4096, 4096))
 
 
@@ -132,7 +132,7 @@ def input_of(candidate: str) -> str | None:
 
 @dataclass(frozen=True)
 class StayingTensor:
-    """A tensor that no format is searched for."""
+    """A tensor that stays as it is in every plan: its bytes, type and the reason."""
 
     format: str
     shape: tuple[int, ...]
@@ -218,7 +218,7 @@ class SearchEvidence:
         return list(dict.fromkeys(kind for group in self.groups.values() for kind in group.kinds))
 
     def proven_for(self, goal: Mapping[str, Any]) -> ProvenPlan | None:
-        """The plan that was handed over for exactly this goal."""
+        """The plan that an earlier search proved for exactly this goal; None if none did."""
         return next((plan for plan in self.proven if plan.goal == goal), None)
 
     def add_proven(self, plan: ProvenPlan) -> None:
@@ -226,7 +226,7 @@ class SearchEvidence:
         self.proven = [*(proven for proven in self.proven if proven.goal != plan.goal), plan]
 
     def nats(self, group: str, fmt: str) -> float:
-        """The damage of a group in a format as part of a whole plan."""
+        """The predicted damage of a format in one group when all groups are quantized, in nats a token."""
         return self.groups[group].nats(fmt) * self.together
 
     def predict(self, choice: Mapping[str, str]) -> float:
@@ -277,7 +277,7 @@ class SearchEvidence:
         return sorted(names, key=lambda name: (bits_of(name), input_of(name) is None, name))
 
     def input_nats(self, choice: Mapping[str, str]) -> float:
-        """The part of a prediction that is of rounded inputs."""
+        """How much of a choice's predicted KL comes from rounded inputs."""
         return self.together * sum(self.groups[group].formats[name].inputs for group, name in choice.items())
 
     def bits(self, nbytes: int) -> float:
@@ -421,7 +421,7 @@ def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
 
 
 def by_part(groups: Iterable[str]) -> dict[str, list[str]]:
-    """Groups by projection, over all layers."""
+    """Names of groups by projection ("q_proj", ...), those of all layers together."""
     parts: dict[str, list[str]] = {}
     for name in groups:
         parts.setdefault(place_of(name)[1], []).append(name)

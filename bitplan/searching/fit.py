@@ -142,7 +142,7 @@ class FitGoal:
 
     @property
     def of_bytes(self) -> Goal:
-        """The solver's goal if only the device's memory is limited."""
+        """The goal as the solver takes it where only the device's memory is limited."""
         return Goal(nbytes=self.memory, kinds=self.kinds)
 
     def to_dict(self) -> dict[str, Any]:

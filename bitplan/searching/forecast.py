@@ -271,7 +271,7 @@ class PhaseClock:
         return over + remaining
 
     def _share(self, phase: str) -> float:
-        """How much of a phase is done."""
+        """Which share of a phase's steps is done, from 0 to 1."""
         return min(1.0, self._steps.get(phase, 0) / max(1, self.expected[phase].steps))
 
     @contextmanager
@@ -353,7 +353,7 @@ def _outside(subject: SearchSubject) -> int:
 
 
 def _in_largest_block(subject: SearchSubject) -> int:
-    """Numbers of the parameters of a block."""
+    """How many numbers the parameters of the largest block have."""
     return max((sum(map(Tensor.numel, block.parameters())) for block in subject.runner.blocks), default=0)
 
 

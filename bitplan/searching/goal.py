@@ -44,7 +44,7 @@ def check_kinds(kinds: Kinds) -> None:
 
 
 def parse_kinds(text: str) -> Kinds:
-    """mean, worst, or shares in the order of the texts: 0.7:0.3."""
+    """Read how kinds of text count: "mean", "worst", or shares in the order of the texts, "0.7:0.3"."""
     if re.fullmatch(r"[0-9.]+(:[0-9.]+)+", text) is None:
         check_kinds(text)
         return text
@@ -179,7 +179,7 @@ def parse_bytes(text: str, setting: str = "nbytes") -> int:
 
 
 def parse_tokens(text: str, setting: str = "context") -> int:
-    """32k is 32768 tokens; 1m, or a plain number."""
+    """Read a number of tokens: "32k" is 32768; "1m", or a plain number."""
     match = re.fullmatch(r"([0-9]{1,12})\s*([kKmM]?)", text.strip())
     count = 0 if match is None else int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     if count < 2:

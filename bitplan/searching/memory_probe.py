@@ -76,7 +76,7 @@ class TokenTimes:
         return asdict(self)
 
     def token_us(self, products: float) -> float:
-        """A whole token, whose products take so long."""
+        """Microseconds of a whole token, if its products with weights take `products`."""
         return max(self.launch, self.rest + products)
 
 
@@ -239,7 +239,7 @@ class _HeldAtOnce:
 
 
 def run_probe() -> None:
-    """The child: reads a request, prints the bytes."""
+    """The child process of `probe_memory`: reads a request from standard input, prints what it measured."""
     request = json.load(sys.stdin)
     words = ("config", "model_type", "context", "batch", "device")
     answer: dict[str, Any] = _measure(*(request[word] for word in words))

@@ -108,7 +108,7 @@ class PlanMeter:
         self._runner = rounded.subject.runner
 
     def reference(self, on_windows: OnWindows | None = None) -> Quality:
-        """The model itself; its logits are remembered."""
+        """Measure the unquantized model itself; its logits are kept for comparisons."""
         return measure_perplexity(
             self._itself,
             self.windows,
@@ -254,7 +254,7 @@ class PlanMeter:
 
     @cached_property
     def _itself(self) -> WindowLogits:
-        """The logits of the model as it is."""
+        """The logits of the unquantized model."""
         return self._logits_of(None, self._runner.outside, self._kept_bytes)
 
 

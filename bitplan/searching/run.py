@@ -78,7 +78,7 @@ VERSION = 1
 
 @dataclass
 class SearchResult:
-    """The plan that is handed over, and everything that it rests on."""
+    """The plan that a search hands over, what was measured of it and of rivals, and its evidence."""
 
     plan: Plan
     evidence: SearchEvidence
@@ -163,7 +163,7 @@ class SearchResult:
         )
 
     def to_document(self) -> dict[str, Any]:
-        """front.json."""
+        """The result as the document front.json."""
         evidence = self.evidence
         best = self.best_rival
         return {
@@ -217,7 +217,7 @@ class SearchResult:
         }
 
     def save(self, folder: Path) -> None:
-        """plan.json and front.json; the evidence is there already."""
+        """Write plan.json and front.json into the folder; the evidence is there already."""
         self.plan.save(folder / PLAN)
         write_json(folder / FRONT, self.to_document())
 
@@ -511,7 +511,7 @@ class Searcher:
 
     @cached_property
     def reference(self) -> tuple[Quality, Quality]:
-        """The model itself, and its noise floor."""
+        """Measurements of the unquantized model: its quality, and its noise floor in bfloat16."""
         with self.stage("measuring the model", 2 * len(self.text.proof)) as advance:
             reference = self.judge.reference(lambda count: advance(count, "the model itself"))
             return reference, self.judge.noise_floor(lambda count: advance(count, "noise floor"))
@@ -555,7 +555,7 @@ class Searcher:
         )
 
     def measured(self, evidence: SearchEvidence, plans: Sequence[RivalPlan]) -> list[MeasuredPlan]:
-        """Plans on held-out text."""
+        """Measure each of these plans on held-out text."""
         self.judge.prepare(evidence, [plan.choice for plan in plans], self.stage)
         with self.stage("proving", len(self.text.proof) * len(plans)) as advance:
             return [self.judge.measured(evidence, plan, partial(_advance, advance, plan.label)) for plan in plans]

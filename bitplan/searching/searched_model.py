@@ -123,7 +123,7 @@ class ExpertSlice:
         return self.item(stack)[self.rows]
 
     def write(self, stack: Tensor, numbers: Tensor) -> None:
-        """The numbers of this weight into a stack."""
+        """Write new numbers of this weight into its stack."""
         self.read(stack).copy_(numbers)  # a view, however the stack lies
 
 
@@ -265,7 +265,7 @@ class SearchSubject:
             return {}
 
     def groups(self, tensors: Iterable[str]) -> dict[str, list[str]]:
-        """Tensors that must have one format."""
+        """Groups of tensors that must have one format, by the group's name."""
         return group_tensors(tensors, fused=self.fused, joined_names=self.seen_groups if self.fused else None)
 
     def aim_at(self, target: Target) -> None:
@@ -626,7 +626,7 @@ def plain_text(lm: CausalLM, name: str, content: str) -> str:
 
 
 def render_chat(lm: CausalLM, messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation as the model was trained to see it."""
+    """A conversation as text by the tokenizer's chat template, as the model was trained to see it."""
     if not getattr(lm.tokenizer, "chat_template", None):
         raise SearchError(f"{lm.where}: the tokenizer has no chat template for conversations; give plain text")
     where = f"{lm.where}: its chat template refuses a conversation"  # it is a program, and raises what it likes
@@ -649,7 +649,7 @@ def _joined_cuts(cuts: Mapping[str, SearchText]) -> SearchText:
 
 
 def open_subject(path: Path, device: str | None) -> SearchSubject:
-    """All of a model's weights that may get a format."""
+    """Open a model from a path with all weights that may get a format as the subject of a search."""
     return _read_model(path, (), (), device)[1]
 
 

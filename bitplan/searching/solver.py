@@ -311,7 +311,7 @@ def size_out_of_reach(goal: Goal, smallest: int, numbers: int, why: str = "") ->
 
 
 def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> GoalError:
-    """Which goal could be reached, where this one cannot."""
+    """The error for a goal that no plan reaches: which goals could be reached."""
     smallest = problem.best("bytes", {}, GAP)
     assert smallest is not None
     if "bytes" in limits and smallest.nbytes > limits["bytes"]:
@@ -335,7 +335,7 @@ def _nearest(evidence: SearchEvidence, problem: _Problem, goal: Goal, limits: Ma
 
 
 def _nearest_in_two(problem: _Problem, goal: Goal, limits: Mapping[What, float]) -> GoalError:
-    """Which goal could be reached in two memories."""
+    """The error for a goal of two memories that no plan reaches: which goals could be reached."""
     memories: dict[What, float] = {quantity: limits[quantity] for quantity in ("bytes", "host") if quantity in limits}
     fastest = problem.best("us", memories, GAP)
     if fastest is None:
@@ -502,7 +502,7 @@ class _Problem:
 
 
 def _widened(rows: Any, columns: int) -> Any:
-    """Rows with so many further columns of zeros."""
+    """A matrix of constraints with so many columns of zeros added."""
     numpy = require("numpy", purpose="searching a plan")
     return numpy.pad(rows, ((0, 0), (0, columns)))
 
@@ -518,7 +518,7 @@ Kind = Literal["plan", "uniform", "heuristic"]
 
 @dataclass(frozen=True)
 class RivalPlan:
-    """A label, and a format for every group."""
+    """A plan to compare with that needs no search: a label, a kind, and a format for every group."""
 
     label: str
     kind: Kind
@@ -634,7 +634,7 @@ def _nearest_above(evidence: SearchEvidence, nbytes: int, rivals: Iterable[Rival
 
 
 def _is_outer(evidence: SearchEvidence, name: str) -> bool:
-    """The first and the last layer, and what lies outside of them."""
+    """Whether a group lies in the first or last layer, or outside of the layers."""
     layers = sorted({int(layer) for group in evidence.groups if (layer := place_of(group)[0])})
     layer = place_of(name)[0]
     return not layer or int(layer) in (layers[0], layers[-1])

@@ -403,7 +403,7 @@ class InputStatistics:
         return [name for name, owner in self.shared.items() if is_unseen(owner)]
 
     def owner(self, name: str) -> str:
-        """The weight whose `hessian` is this one's, too."""
+        """The name of the weight whose matrix of inputs this weight shares; its own if it has one."""
         return name if f"{name}.{LOOKUP}" in self.sums else self.shared.get(name, name)
 
     def hessian(self, name: str) -> Tensor | None:
@@ -572,7 +572,7 @@ class WindowShare:
 
     @property
     def watched(self) -> int:
-        """Windows whose gradients count."""
+        """How many windows of the share are run backward, so that their gradients count."""
         return _count(self.windows, GRADIENT_TOKENS) if self.first == 0 else 0
 
     def divided(self) -> list[WindowShare]:
@@ -590,7 +590,7 @@ class WindowShare:
 
 
 def shares_of(windows: Sequence[Tensor], done: int) -> list[WindowShare]:
-    """The windows behind the first `done`, a few at a time."""
+    """Divide the windows after the first `done` into shares of a few each."""
     shares = []
     while done < len(windows):
         count = _count(windows[done:], AT_ONCE)

@@ -272,7 +272,7 @@ class BlockTimes:
 
     @property
     def faster(self) -> float:
-        """How many times BF16's speed."""
+        """The block's speed by the plan, as a multiple of BF16's."""
         return self.reference_us / self.plan_us
 
     def to_dict(self) -> dict[str, float]:
@@ -313,7 +313,7 @@ def time_block(subject: SearchSubject, formats: Mapping[str, str], rows: int) ->
 
 
 def _in_bf16(value: Any) -> Any:
-    """Floats in tensors, tuples, lists and mappings."""
+    """A copy with all floating-point tensors in bfloat16, also inside tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return value.to(torch.bfloat16) if value.is_floating_point() else value
     if isinstance(value, dict):

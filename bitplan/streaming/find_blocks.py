@@ -309,7 +309,7 @@ class Piece:
         return _is_own_type(self.fmt, self.spec)
 
     def encoded(self, buffer: Tensor) -> Encoded:
-        """The parameter as the buffer holds it; views."""
+        """The parameter's encoding, as views of the buffer that holds its block."""
         return Encoded(self.fmt, self.spec.shape, **{name: part.view(buffer) for name, part in self.parts.items()})
 
     def write(self, buffer: Tensor, encoded: Encoded) -> None:

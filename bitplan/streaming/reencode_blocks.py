@@ -208,7 +208,7 @@ class BlockUpkeep:
         return chosen
 
     def set_slots(self, slots: Slots, vram_bytes: int | None) -> None:
-        """Divide the device's memory anew before the next step."""
+        """Have the device's memory divided into other slots before the next step."""
         check_slots(slots, vram_bytes)
         self._slots, self._vram_bytes, self._is_resized = slots, vram_bytes, True
 
@@ -379,7 +379,7 @@ class BlockUpkeep:
     # ---- parameters that change --------------------------------------------------------------------------------------
 
     def _changed(self, block: StreamedBlock) -> list[str]:
-        """The parameters that have changed since they were last read."""
+        """Names of a block's parameters that have changed since they were last read."""
         if block.name in self._unread:
             return list(block.parameters)
         now, before = _look_at_block(block), self._seen[block.name]

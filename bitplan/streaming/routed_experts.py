@@ -193,7 +193,7 @@ class RoutedExperts:
                 self._refuse_thawed(mixture)
 
     def unread(self) -> None:
-        """Count all experts as changed."""
+        """Treat the weights of all experts as changed, so that they are read again."""
         self._seen = [{} for _ in self.mixtures]
 
     def end(self) -> None:
@@ -414,6 +414,6 @@ def _layout_of(mixture: Mixture) -> BlockLayout:
 
 
 def _numbers(flags: Tensor, count: int) -> list[int]:
-    """The experts whose flags are set."""
+    """The numbers of the experts whose flags are set."""
     numbers: list[int] = flags[:count].nonzero().flatten().tolist()
     return numbers

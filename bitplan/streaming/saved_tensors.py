@@ -35,7 +35,7 @@ class StreamedWeights(Protocol):
 
     @property
     def addresses(self) -> tuple[int, int]:
-        """A range outside of which no streamed weight lies."""
+        """First and last address of the memory in which streamed weights lie."""
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         """The block whose weights lie in this storage, and whether the storage is the scratch."""
@@ -54,7 +54,7 @@ class ViewLayout(NamedTuple):
 
 
 class SavedWeight(NamedTuple):
-    """A saved tensor that lies in a block's bytes."""
+    """What autograd saves in place of a streamed weight: block, layout and step, by which it is found again."""
 
     block: int
     in_scratch: bool
@@ -122,7 +122,7 @@ def check_torch() -> None:
 
 
 def outer_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The innermost saved-tensor hooks that are active now."""
+    """The pack and unpack hooks for saved tensors that other code has set last; None if there are none."""
     hooks: tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None = (
         torch._C._autograd._top_saved_tensors_default_hooks(True)
     )

@@ -61,7 +61,7 @@ REUSE = "reuse_weight_cast"  # of FP8 layers
 
 
 class BlockCalls:
-    """The wrapped blocks of one stream."""
+    """Replaces the forwards of a stream's blocks, and runs them with weights that lie on the device."""
 
     def __init__(self, stream: BlockStream) -> None:
         self._stream, self._loader, self._training = stream, stream._loader, stream.training
@@ -261,7 +261,7 @@ def stream_blocks(
 
 
 class BlockStream:
-    """A model whose blocks are streamed, until `close`."""
+    """What `stream_blocks` returns: a model whose blocks are streamed through a device until `close`."""
 
     def __init__(
         self,

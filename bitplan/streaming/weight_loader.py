@@ -400,7 +400,7 @@ class WeightLoader:
         return is_allowed and (self.room() or 0) > 0
 
     def where(self, block: int) -> str:
-        """A block and the step, for messages."""
+        """A block's name and the step, for messages."""
         return f"{self.names[block]}, {'outside a step' if self.step is None else f'step {self.step}'}"
 
     @property

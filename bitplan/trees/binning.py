@@ -42,7 +42,7 @@ class Bins:
 
     @property
     def counts(self) -> Array:
-        """Bins of each column, the one for missing values not counted."""
+        """How many bins each column has, without that for missing values."""
         sizes = [len(edges) + (0 if kind else 1) for edges, kind in zip(self.edges, self.is_category, strict=True)]
         return np.array(sizes, np.int64)
 
@@ -67,13 +67,13 @@ class BinnedRows:
 
     @property
     def panels(self) -> tuple[Array, ...]:
-        """The panels, `words_a_row` words a row each."""
+        """The bins as panels of up to 32 columns, `words_a_row` 64-bit words for each row."""
         sizes = [self.rows * words_a_row(width) for width in self.widths]
         return tuple(self.words[first : first + size] for first, size in zip(self.firsts, sizes, strict=True))
 
     @property
     def panel_bytes(self) -> list[Array]:
-        """The panels as bytes, a row each."""
+        """The same panels as bytes: a row of the array for each row of the table."""
         widths = (8 * words_a_row(width) for width in self.widths)
         return [
             panel.view(np.uint8).reshape(self.rows, width) for panel, width in zip(self.panels, widths, strict=True)
@@ -81,7 +81,7 @@ class BinnedRows:
 
     @property
     def columns(self) -> Array:
-        """All columns; those that are not there are copied."""
+        """The bins by column; columns that were not copied from the panels yet are copied now."""
         panels = self.panel_bytes
         for column in np.flatnonzero(self.is_there == 0).tolist():
             cut = row_pieces.Cut(panels[column // PANEL]), column % PANEL, row_pieces.Cut(self.space[column])
@@ -91,7 +91,7 @@ class BinnedRows:
 
 
 def blocks_of(x: Array | TablePieces) -> Iterator[tuple[int, Array]]:
-    """The number of a block's first row, and its rows."""
+    """Yield (number of the first row, rows) for each block of a table; an array in memory is one block."""
     if isinstance(x, TablePieces):
         yield from x.blocks()
     else:

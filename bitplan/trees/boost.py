@@ -48,7 +48,7 @@ class Dropout:
 
 @dataclass(frozen=True)
 class BoostSettings:
-    """How to boost; `rules` says what each tree may look like."""
+    """The settings of boosting; `rules` limits what each tree may look like."""
 
     rules: GrowthRules
     rounds: int
@@ -107,7 +107,7 @@ def split_rows(rows: Rows, share: float, seed: int, shards: Shards = ALONE) -> t
 
 @dataclass(frozen=True)
 class EvalSet:
-    """Rows to watch, and the metrics of them after each round."""
+    """Rows that are watched while training goes on, and the metrics to compute after each round."""
 
     name: str
     rows: Rows
@@ -225,7 +225,7 @@ def _grower_of(settings: BoostSettings, shards: Shards) -> type[TreeGrower]:
 
 
 def _compiling(device: str) -> AbstractContextManager[None]:
-    """A block in which a GPU's kernels compile side by side."""
+    """A context in which a GPU's kernels are compiled in parallel; it does nothing for a CPU."""
     if device == "cpu":
         return nullcontext()
     from bitplan.base.loops.launch import compiling_together

@@ -49,7 +49,7 @@ clock: Callable[[], float] = time.perf_counter
 
 
 def start_of(options: FitOptions) -> float | None:
-    """When a fit began that has a time; None for others."""
+    """The time now, if the fit has a limit of seconds; None if it has none."""
     if options.seconds is None:
         return None
     number("seconds", options.seconds, 0, above=True)
@@ -58,7 +58,7 @@ def start_of(options: FitOptions) -> float | None:
 
 @dataclass(frozen=True)
 class SettingsTrial:
-    """A fit to some of the rows, as it is recorded."""
+    """A trial of settings on some of the rows: its settings, loss, rounds and seconds."""
 
     settings: dict[str, Any]
     rows: int

@@ -28,7 +28,7 @@ MAX_GROUPS = 62  # of features that may interact: bits of an integer
 
 
 def feature_place(where: str, name: Any, names: Sequence[Any], features: int) -> int:
-    """The place of a feature that the setting `where` names."""
+    """The index of the feature that the setting `where` names, by name or number."""
     known_names = list(names)
     if name in known_names:
         return known_names.index(name)

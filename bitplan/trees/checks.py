@@ -152,7 +152,7 @@ def naming_set(index: int) -> Iterator[None]:
 
 
 def weights_of(sample_weight: Any, x: Array, shards: Shards = ALONE, name: str = "sample_weight") -> Array:
-    """Weights as float64; empty if there are none, or no rows."""
+    """The rows' weights as float64; an empty array stands for none given."""
     sample_weight = on_host(sample_weight)
     if sample_weight is None or (not len(x) and not len(sample_weight)):
         return NO_WEIGHTS

@@ -76,7 +76,7 @@ class Initial:
 
 
 def initial_of(model: Any, *, is_own: bool) -> Initial | None:
-    """The trees to begin with; None where there are none."""
+    """The model to train further (ours or LightGBM's) in one form; None where there is none."""
     if model is None:
         return None
     if isinstance(model, FittedTrees):

@@ -95,7 +95,7 @@ def _of_each_set(name: str, values: Any, sets: int, several: bool) -> Sequence[A
 
 @contextmanager
 def round_bar(rounds: int, *, shown: bool) -> Iterator[Callable[[int], None]]:
-    """Yield what to call after each round, with its number."""
+    """A context that shows progress; yields a function to call with the number of each finished round."""
     if not shown:
         yield lambda _: None
         return
@@ -327,7 +327,7 @@ class BoostedTreesBase(FittedTrees):
     # ---- tables ------------------------------------------------------------------------------------------------------
 
     def _read(self, x: Any, shards: Shards = ALONE) -> Array:
-        """Features as at `fit`: the same number, with the same names."""
+        """Check a table for prediction, which must have the features of `fit`, and return it as an array."""
         if shards is ALONE and self._is_plain(x) and not np.isinf(x).any():
             plain: Array = x
             return plain

@@ -72,7 +72,7 @@ class Gradients:
 
 
 class GradientsF32(Gradients):
-    """Full precision; the scales are units of fixed point."""
+    """Gradients in full precision: sums are fixed-point multiples of the two scales."""
 
     __slots__ = ()
     precision = GradientPrecision.F32
@@ -86,7 +86,7 @@ class GradientsF32(Gradients):
 
 
 class GradientsI16(Gradients):
-    """Gradients in codes of 8 + 8 bits."""
+    """Gradients and hessians rounded to codes of 8 bits each."""
 
     __slots__ = ()
     precision, ends = GradientPrecision.I16, (127, 255)
@@ -108,7 +108,7 @@ class GradientsI16(Gradients):
 
 
 class GradientsI8(GradientsI16):
-    """Gradients in codes of 4 + 4 bits."""
+    """Gradients and hessians rounded to codes of 4 bits each."""
 
     __slots__ = ()
     precision, ends = GradientPrecision.I8, (7, 15)

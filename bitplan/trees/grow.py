@@ -172,7 +172,7 @@ class TreeGrower:
         return self._columns
 
     def _grow_with_others(self, gradients: Gradients, features: Array, _packs: bool = False) -> Grown:
-        """Grow by all processes, whose histograms are summed."""
+        """Grow a tree together with other processes: each sums its rows, and histograms are added."""
         numbers = self._by_feature, self._scales, self._numbers
         self._judging = features, *numbers, self._bins.is_category, self._monotone, self._judging_parts
         self._builder = HistogramBuilder(self._data, gradients, features)

@@ -82,7 +82,7 @@ class HistogramBuilder:
         return enter(self._gradients, rows, space)
 
     def build(self, entries: Array, *, threads: bool = False) -> Histogram:
-        """The histogram of some rows."""
+        """Add up gradients of some rows by feature and bin."""
         out = self._empty(len(entries))
         workers = thread_count() if threads else 1
         blocks = -(-len(entries) // (workers * NARROW_ROWS)) * workers  # as many for each of them

@@ -29,7 +29,7 @@ MAX_DIGITS = 12
 
 @dataclass(frozen=True)
 class LightGBMModel:
-    """The trees, and what the text says about them."""
+    """A model read from LightGBM's text: its trees, objective, features and categories."""
 
     booster: Booster
     objective: str  # our name for it
@@ -208,7 +208,7 @@ class _Reading:
         return sets
 
     def categories(self, header: dict[str, str], parameters: dict[str, str], after: str) -> dict[int, list[Any]]:
-        """What the numbers of pandas' categorical columns stand for."""
+        """The values that each of pandas' categorical columns had at training, by feature, in their order."""
         line = next((line for line in after.split("\n") if line.startswith("pandas_categorical:")), "")
         text = line.partition(":")[2].encode("utf-8", "replace")
         lists = parse_json(text or b"null", where=f"{self._where}: pandas_categorical") or []
@@ -230,5 +230,5 @@ class _Reading:
 
 
 def _fields(text: str) -> dict[str, str]:
-    """The lines name=value; a line without a sign is a name."""
+    """The lines "name=value" of a text as a dict; a line without "=" is a name with no value."""
     return {name: value for name, _, value in (line.partition("=") for line in text.split("\n"))}

@@ -137,7 +137,7 @@ def _estimator(reader: Reader, document: dict[str, Any]) -> Any:
 
 
 def _class_weights(reader: Reader, pairs: list[Any]) -> dict[Any, float]:
-    """Weights by label: pairs in a file, as its keys are texts."""
+    """Read weights by class label, which a file holds as pairs: JSON's keys are texts."""
     labels = (bool, int, float, str)
     is_pair = [isinstance(pair, list) and len(pair) == 2 and type(pair[0]) in labels for pair in pairs]
     if not all(is_pair) or not all(is_number(weight) for _, weight in pairs):

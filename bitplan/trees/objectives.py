@@ -46,7 +46,7 @@ class Objective(Protocol):
 
 
 class OneScore:
-    """Scores (rows, 1); grads and hess (1, rows)."""
+    """The base of objectives with one score a row: scores (rows, 1), gradients and hessians (1, rows)."""
 
     name: str
     outputs = 1
@@ -103,7 +103,7 @@ class AbsoluteError(OneScore):
 
 
 class LogMean(OneScore):
-    """An objective whose raw scores are logarithms of means."""
+    """The base of objectives whose raw scores are logarithms of predicted means."""
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         return np.array([math.log(average(y, weights, shards))])
@@ -128,7 +128,7 @@ class Poisson(LogMean):
 
 
 class Binary(OneScore):
-    """Log loss of two classes; y is 0 or 1."""
+    """Log loss for two classes; targets y are 0 or 1."""
 
     name = "binary"
     _kernel = staticmethod(trees_gradients.binary)
@@ -230,7 +230,7 @@ class CustomOfClasses(Custom):
 
 
 class Quantile(OneScore):
-    """The number below which a share of the targets lies."""
+    """Pinball loss: predicts the number below which a given share of the targets lies."""
 
     name = "quantile"
     _kernel = staticmethod(trees_gradients.quantile)
@@ -252,7 +252,7 @@ class Quantile(OneScore):
 
 
 class Huber(OneScore):
-    """Squared errors up to a limit, absolute ones beyond it."""
+    """Huber loss: squared errors up to a limit, absolute errors beyond it."""
 
     name = "huber"
     _kernel = staticmethod(trees_gradients.huber)
@@ -270,7 +270,7 @@ class Huber(OneScore):
 
 
 class Gamma(LogMean):
-    """Positive amounts, whose spread grows with their mean."""
+    """Gamma deviance, for positive amounts whose spread grows with their mean."""
 
     name = "gamma"
     _kernel = staticmethod(trees_gradients.gamma)
@@ -284,7 +284,7 @@ class Gamma(LogMean):
 
 
 class Tweedie(LogMean):
-    """Amounts of which many are zero; `power` from 1 (counts) to 2 (gamma)."""
+    """Tweedie deviance, for amounts of which many are zero; `power` from 1 (counts) to 2 (gamma)."""
 
     name = "tweedie"
     _kernel = staticmethod(trees_gradients.tweedie)

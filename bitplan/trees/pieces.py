@@ -45,7 +45,7 @@ class TablePieces:
 
     @property
     def columns(self) -> list[str] | None:
-        """Names of features; npy files have none."""
+        """The names of the features; None for npy files, which have none."""
         return None if isinstance(self._features, int) else list(self._features)
 
     def __len__(self) -> int:

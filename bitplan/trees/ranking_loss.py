@@ -65,7 +65,7 @@ class Queries:
         return np.lexsort((-numbers, self.query))
 
     def gained(self, order: Array, most: int) -> Array:
-        """Discounted gains of each query's first rows, at most so many."""
+        """The discounted gain (DCG) of each query's first `most` rows in this order."""
         terms = np.where(self.position < most, self.gains[order] * self.discounts[self.position], 0.0)
         sums: Array = np.add.reduceat(terms, self.starts[:-1])
         return sums
@@ -108,7 +108,7 @@ class LambdaRank(OneScore):
 
 
 def places_of(eval_at: Any) -> list[int]:
-    """One place or several, at which NDCG is cut."""
+    """The ranks at which NDCG is cut, from one number or a list."""
     positions = eval_at if isinstance(eval_at, (Sequence, np.ndarray)) and not isinstance(eval_at, str) else [eval_at]
     if not len(positions):
         raise TreesError("eval_at: expected a whole number or some, got none")

@@ -135,7 +135,7 @@ def recommend_gradient_precision(
 
 
 def _time_rounds(model: Any, x: Any, targets: Array) -> tuple[float, float]:
-    """Seconds before the first round, and of a round."""
+    """Fit a model of few rounds; returns seconds before the first round, and of one round."""
     ends: list[float] = []
     started = time.perf_counter()
     model.fit(x, targets, callbacks=[lambda _: ends.append(time.perf_counter())])

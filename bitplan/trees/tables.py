@@ -102,7 +102,7 @@ class Table:
         return list(np.asarray(self.column(index), dtype=object).tolist())
 
     def part(self, indices: Sequence[int]) -> Any:
-        """Some columns, as scikit-learn takes them."""
+        """Some columns of the table, by their indices, in a form that scikit-learn takes."""
         return self.x[:, indices]
 
     def at(self, rows: Array) -> Any:
@@ -110,7 +110,7 @@ class Table:
         return self.x[rows]
 
     def with_numbers(self, numbers: Array) -> Any:
-        """A table of other numbers under the same names."""
+        """A table with these numbers under the same column names."""
         return numbers
 
 

@@ -64,7 +64,7 @@ class Growth:
         self.ready[0, queue.SIZE] = self.size(0)
 
     def size(self, node: int) -> int:
-        """Rows of this process."""
+        """How many of this process's rows lie in a node."""
         return int(self.nodes[node, kernels.STOP] - self.nodes[node, kernels.START])
 
     def take_together(self, most: int) -> list[int]:
@@ -108,7 +108,7 @@ PHASES = ("partition", "histograms", "splits", "waiting", "queue")  # as `loops.
 
 
 def tree_ns(rows: int, features: int, leaves: int) -> float:
-    """About what a tree takes on one thread."""
+    """An estimate of the nanoseconds that one thread takes to grow a tree."""
     levels = max(leaves, 2).bit_length()
     return rows * levels * (ROW_NS + ROW_FEATURE_NS * features) + leaves * features * LEAF_FEATURE_NS
 
@@ -182,7 +182,7 @@ class TeamSpace:
         features: tuple[Array, Array, Array],
         options: tuple[Any, ...],
     ) -> Array:
-        """The words of a job: the loop's address, and all its arguments."""
+        """Write a job for the threads as 64-bit words: the loop's address, and all its arguments."""
         rows = (*entries, self._data.space, self._data.is_there, self._data.words.view(np.uint8), self._row_bytes)
         narrow, count, most, team = 2 if precise else 1, len(rows[0]), histogram.NARROW_ROWS, self.size
         slots, wide_slots = self._slots = len(growth.nodes) // 2 + 2 + team, count // most + 4

@@ -24,7 +24,7 @@ LABELS = 2**17
 
 
 def is_large_table(x: Any) -> bool:
-    """Numbers that scikit-learn takes as they are, and many of them."""
+    """Whether x is a large array of numbers that scikit-learn takes as it is."""
     return type(x) is np.ndarray and x.dtype in (np.float32, np.float64) and x.ndim == 2 and x.size > NUMBERS
 
 

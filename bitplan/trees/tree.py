@@ -33,7 +33,7 @@ SET_WORDS = 8  # at least: 256 categories
 
 @dataclass(frozen=True)
 class Tree:
-    """A tree, as arrays by inner node and by leaf."""
+    """A decision tree as arrays: one entry for each inner node, and one for each leaf."""
 
     feature: Array
     threshold: Array
@@ -226,7 +226,7 @@ class Forest:
         return {name: part for name, part in self.__dict__.items() if name != "_job"}
 
     def parts(self, rows: int) -> int:
-        """How many threads may help with the predictions of some rows."""
+        """How many threads are worth using to predict this many rows."""
         return max(int(rows * self.row_ns / HELPER_NS), 1)
 
     @cached_property
@@ -272,7 +272,7 @@ class Forest:
 
 
 def bit_set(numbers: Array | None) -> Array:
-    """Bit n of the set is set for each number n."""
+    """A set of small numbers as words of bits: bit n is set for each number n."""
     members = np.empty(0, np.int64) if numbers is None else numbers.astype(np.int64)
     words = np.zeros(max(SET_WORDS, int(members.max(initial=0)) // 32 + 1), np.uint32)
     np.bitwise_or.at(words, members // 32, np.uint32(1) << (members % 32).astype(np.uint32))
@@ -290,7 +290,7 @@ def is_tree(left: Array, right: Array, leaves: int) -> bool:
 
 @dataclass
 class Booster:
-    """Starting scores and trees, `outputs` of them a round."""
+    """A trained model: the scores it starts from, and `outputs` trees for each round."""
 
     start: Array
     features: int
@@ -305,7 +305,7 @@ class Booster:
         return len(self.start)
 
     def of_rounds(self, numbers: Array) -> Booster:
-        """The trees of some rounds, which begin at zero."""
+        """A booster with only the trees of these rounds, whose scores start at zero."""
         trees = [tree for number in numbers for tree in self.trees[number * self.outputs :][: self.outputs]]
         return Booster(np.zeros(self.outputs), self.features, trees)
 
@@ -357,5 +357,5 @@ class Booster:
 
     @property
     def best_rounds(self) -> int | None:
-        """Rounds of the model when what is watched was best."""
+        """The number of rounds after which the watched metric was best; None if nothing was watched."""
         return self.rounds_before + int(np.argmin(self.losses)) + 1 if self.losses else None

@@ -164,7 +164,7 @@ def threads_for(count: int, row_ns: float) -> int:
 
 
 def piece_rows(count: int, threads: int, pieces: int = PIECES_A_THREAD) -> int:
-    """How many rows a piece has."""
+    """How many rows each piece gets when `count` rows are divided for this many threads."""
     return max(-(-count // (threads * pieces * STEP)), 1) * STEP
 
 

@@ -74,7 +74,7 @@ RUN = "bitplan-"
 
 
 class PartWriter:
-    """Takes every tensor, in any order, and puts it into its part."""
+    """Writes tensors into the parts of a split GGUF file; they may come in any order."""
 
     def __init__(self, paths: list[Path], writers: Mapping[str, GGUFTensorWriter]) -> None:
         self.paths, self._writers = paths, writers
@@ -404,7 +404,7 @@ class GGUFExport:
         return self._file.files
 
     def make(self, job: str) -> Tensor | Encoded:
-        """A tensor of the output, by its name."""
+        """Compute the output's tensor of this name."""
         item = next(item for item in self._outgoing if item.name == job)
         pieces = [self._piece(item, source) for source in item.sources]
         if len(item.records[0].shape) == len(self._file.spec(item.sources[0]).shape):

@@ -85,7 +85,7 @@ class ModelConfig:
         return real_number(self._values, key, self.path, default)
 
     def mapping(self, key: str) -> Mapping[str, Any]:
-        """An object under a key; empty where there is none."""
+        """The object under a key of the config; empty where the key is missing."""
         value = self.get(key, {})
         if not isinstance(value, dict):
             raise StoreError(f"{self.path}: {key} must be an object, got {show(value)}")
@@ -140,7 +140,7 @@ class ModelConfig:
         return rope
 
     def rope_number(self, key: str) -> float:
-        """A rotary setting above zero."""
+        """A number of the rotary settings, which must be above zero; the error names the key."""
         value = real_number(self.rope, key, self.path)
         if value <= 0:
             raise StoreError(f"{self.path}: {key} of its rotary positions must be above zero, got {value}")
@@ -148,7 +148,7 @@ class ModelConfig:
 
 
 def real_number(values: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:
-    """A number under a key, with an error that names both."""
+    """The number under a key; where it is none, the error names file and key."""
     value: Any = default if values.get(key) is None else values[key]
     if not is_number(value):
         raise StoreError(f"{path}: {key} must be a number, got {'none' if value is None else show(value)}")
@@ -186,7 +186,7 @@ def _check_computation(config: ModelConfig) -> None:
 
 
 def _check_gemma(config: ModelConfig) -> None:
-    """Settings of Gemma 3 that llama.cpp takes for granted."""
+    """Refuse settings of Gemma 3 that llama.cpp does not read, but computes in one way."""
     by_layer = config.mapping("rope_parameters").get("sliding_attention")
     near = by_layer if isinstance(by_layer, dict) else {"rope_theta": config.get("rope_local_base_freq")}
     taken = {
@@ -213,7 +213,7 @@ def shorter_context(config: ModelConfig) -> int | None:
 
 
 def _window_pattern(config: ModelConfig) -> int:
-    """Every how many layers one of Gemma's looks at the whole text."""
+    """The number n such that every n-th layer of a Gemma attends to the whole text, all others to a window."""
     kinds = config.get("layer_types") or []
     if not isinstance(kinds, list):
         raise StoreError(f"{config.path}: layer_types must be a list, got {show(kinds)}")
@@ -228,7 +228,7 @@ def _window_pattern(config: ModelConfig) -> int:
 
 
 def model_metadata(config: ModelConfig, name: str) -> dict[str, GGUFValue]:
-    """Architecture, sizes and constants, in llama.cpp's keys."""
+    """GGUF metadata from a config: architecture, sizes and constants, under llama.cpp's keys."""
     family = config.family
     _check_computation(config)
     fields = {
@@ -302,7 +302,7 @@ def _yarn(config: ModelConfig) -> dict[str, GGUFValue]:
 
 
 def _attention(config: ModelConfig, scale: float) -> float:
-    """How much YaRN multiplies queries and keys by."""
+    """The factor by which YaRN multiplies queries and keys."""
     return 0.1 * scale * math.log(max(config.rope_number("factor"), 1.0)) + 1.0
 
 
@@ -366,7 +366,7 @@ class _MetadataReader:
         return value
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A float32 as the short number that it was made of."""
+        """A float32 as the decimal of seven digits that it was made of: 0.1, not 0.10000000149."""
         value = self.get(key, default)
         if not is_number(value):
             raise StoreError(f"{self.path}: {self.architecture}.{key} must be a number, got {show(value)}")

@@ -87,7 +87,7 @@ class GGUFNames:
         return new
 
     def check_whole(self, names: set[str]) -> None:
-        """A model by half loads in no engine: say so here."""
+        """Raise where the model lacks tensors that llama.cpp needs: a part of a model loads in no engine."""
         expected = {"token_embd.weight", "output_norm.weight"}
         if self._config.get("tie_word_embeddings") is False:
             expected.add("output.weight")  # llama.cpp takes the embedding in its place

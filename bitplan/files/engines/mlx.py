@@ -39,7 +39,7 @@ TARGET = "mlx"
 
 @dataclass(frozen=True)
 class MlxQuantization:
-    """What MLX calls a format of ours, and the type of its scales."""
+    """How MLX describes one of our formats in config.json, and the type in which it stores scales."""
 
     bits: int
     group_size: int

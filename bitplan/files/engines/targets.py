@@ -145,7 +145,7 @@ class OutputTensor:
         return self.fmt.name if self.fmt is not None else self.records[0].dtype
 
     def row(self, file: TensorFile) -> ExportRow:
-        """The line of the report on this tensor."""
+        """This tensor's line of the export's report."""
         size, count = sum(record.nbytes for record in self.records), len(self.sources)
         if not count:
             return ExportRow(self.name, "", self.records[0].shape, "computed", self.format_there, self.reason, size)
@@ -225,7 +225,7 @@ def prepare_export(request: ExportRequest, to: str) -> Prepared:
 
 
 class TensorExport(Prepared, Maker, Protocol):
-    """An export that makes its tensors one by one."""
+    """An export that computes its output one tensor at a time, so that a cluster can share the work."""
 
 
 def made_tensors(export: TensorExport, request: ExportRequest, names: Sequence[str]) -> Iterator[Any]:

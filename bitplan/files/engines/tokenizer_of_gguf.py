@@ -84,7 +84,7 @@ class _Vocabulary:
         return next((self.words[at] for at, kind in enumerate(self.kinds) if kind == TokenType.UNKNOWN), None)
 
     def added(self) -> Iterator[dict[str, Any]]:
-        """Tokens that are found in a text before anything is split."""
+        """Special tokens, which are matched in a text before it is split into others."""
         for number, kind in enumerate(self.kinds):
             if kind in (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN):
                 flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)

@@ -133,7 +133,7 @@ class ConvertReport:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def counts(self) -> list[dict[str, Any]]:
-        """Tensors and bytes, by action and by format."""
+        """A summary of the report: number of tensors and bytes, for each action and format."""
         rows: dict[tuple[str, str], dict[str, Any]] = {}
         for tensor in self.tensors:
             key = (tensor.action, tensor.format)

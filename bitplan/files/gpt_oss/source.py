@@ -249,7 +249,7 @@ def join_expert(slots: Sequence[LayoutTensor], read: Callable[[LayoutTensor], Te
 
 
 def split_expert(slots: Sequence[LayoutTensor], matrix: Matrix) -> Iterator[tuple[str, Tensor | bytes]]:
-    """The part of each tensor for one expert."""
+    """Divide one expert's matrix into the rows that each tensor of the new layout holds; yields name and rows."""
     for slot in slots:
         if slot.kind == "matrix":
             rows = matrix if slot.parts == DOWN else _every_second(matrix, GATE_UP.index(slot.parts[0]))
@@ -365,7 +365,7 @@ class GptOssFile(GptOssSource, Closing):
     layout: Layout
 
     def __init__(self, source: str | Path | TensorFile) -> None:
-        """A file that is open already stays so when this is closed."""
+        """Open a checkpoint and check it; a file that the caller opened is not closed with this object."""
         self.path = source.path if isinstance(source, TensorFile) else Path(source)
         self.where = str(self.path)
         file = source if isinstance(source, TensorFile) else open_tensors(source)

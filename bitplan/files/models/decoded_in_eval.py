@@ -30,7 +30,7 @@ _SLOTS = "_bitplan_slots"
 
 @dataclass
 class MorphedParameter:
-    """A morphed Parameter of a module."""
+    """Where a packed version of a Parameter is kept, and the format that eval-mode forwards use."""
 
     store: WeightStore
     fmt: Format

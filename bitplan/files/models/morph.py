@@ -40,7 +40,7 @@ class MorphChoice:
 
 @dataclass(frozen=True)
 class MorphReport:
-    """Every Parameter of the model by name, in the model's order."""
+    """What `morph_model` did with every Parameter, by name, in the model's order."""
 
     choices: Mapping[str, MorphChoice]
 
@@ -185,7 +185,7 @@ def unmorph_model(model: nn.Module) -> None:
 
 
 def stores_of(model: nn.Module) -> dict[str, WeightStore]:
-    """The store of every morphed parameter; tied ones share theirs."""
+    """Map the name of every morphed parameter to its WeightStore; tied names have the same one."""
     return {
         named.name: slot.store
         for named in named_parameters_of(model)

@@ -103,7 +103,7 @@ def weighted_error(master: Tensor, decoded: Tensor, importance: Tensor) -> float
 
 
 class EncodeOptions(TypedDict, total=False):
-    """The options of `encode`, beside the tensor and the format."""
+    """The options of `encode` that a store remembers for a format."""
 
     scale_rule: ScaleRule | None
     percentile: float
@@ -213,7 +213,7 @@ class WeightStore:
 
     @property
     def versions(self) -> Mapping[str, Encoded]:
-        """The versions that are valid now, by format name."""
+        """The encoded versions that match the master now, by name of their format."""
         with self._lock:
             self._refresh()
             return MappingProxyType(dict(self._versions))

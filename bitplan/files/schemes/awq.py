@@ -59,6 +59,6 @@ def _read(folder: QuantizedFolder, owner: str, layout: IntegerGroups, _format: F
 
 
 def _in_order(words: Tensor, rows: int) -> Tensor:
-    """[n, rows] codes of [n, rows / 8] words."""
+    """Unpack AWQ's words [n, rows / 8] to codes [n, rows], whose order within a word AWQ interleaves."""
     positions = sorted(range(PER_WORD), key=ORDER.__getitem__)
     return unpack_words(words, BITS, rows).reshape(len(words), -1, PER_WORD)[..., positions].reshape(len(words), rows)

@@ -96,7 +96,7 @@ def _read(
 
 
 def _groups(folder: QuantizedFolder, owner: str, layout: IntegerGroups) -> Tensor | None:
-    """The group of each column; None if groups are in order."""
+    """GPTQ's group index of each column (`g_idx`); None if groups of columns lie in order."""
     import torch
 
     if f"{owner}.g_idx" not in folder.checkpoint.tensors:

@@ -86,7 +86,7 @@ def integer_weight(
     parts: Iterable[str],
     read: Callable[[IntegerGroups, Format | None], Tensor | Encoded],
 ) -> SchemeWeight:
-    """The weight of a layout, in those of `parts` that are there; `read` is given its format, None to decode."""
+    """A weight that lies in `layout`; `read` gives it packed in a format of ours, or with None decoded."""
     fmt, reason = layout.format()
     stored = tuple(part for part in parts if part in folder.checkpoint.tensors)
     fmt_name, shape = fmt.name if fmt else None, (layout.rows, layout.cols)

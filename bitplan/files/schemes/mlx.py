@@ -108,7 +108,7 @@ def _expert_name(folder: QuantizedFolder, name: str, expert: int) -> str:
 
 
 def _shape(module: Module, scale_types: tuple[str, ...]) -> tuple[int, int]:
-    """Rows and columns of a weight; its parts must fit them."""
+    """Rows and columns of a quantized weight; raises where its scales and biases do not fit them."""
     folder, lead = module.folder, () if module.expert is None else (None,)
     words = folder.part(f"{module.owner}.weight", ("uint32",), (*lead, None, None), of=module.name)
     rows, cols = words.shape[-2], words.shape[-1] * 32 // module.bits
@@ -200,7 +200,7 @@ def _read_small_floats(module: Module, shape: tuple[int, int], name: str) -> Enc
 
 
 def _plain_experts(folder: QuantizedFolder, name: str) -> Iterator[SchemeWeight]:
-    """Experts that are not packed lie as one tensor, too."""
+    """Yield each expert of a stack that is not quantized as a weight of its own."""
     entry = folder.part(name, FLOATS, (None, None, None), of=name)
     owner = name.removesuffix(".weight")
     for expert in range(entry.shape[0]):

@@ -94,7 +94,7 @@ class QuantizedFolder:
         return self.checkpoint.read(name)
 
     def read_sizes(self, name: str, count: int, *, of: str) -> tuple[int, ...]:
-        """A tensor of a few integers that are sizes."""
+        """Read a small tensor of `count` integers that are sizes."""
         entry = self.part(name, ("int64", "int32"), (count,), of=of)
         raw, width = self.checkpoint.read_bytes(name), entry.nbytes // count
         sizes = tuple(
@@ -114,7 +114,7 @@ class QuantizedFolder:
         )
 
     def setting(self, key: str, default: Any, *allowed: Any) -> Any:
-        """A key of the config that must have one of these values."""
+        """The value of a key of the quantization config; raises where it is none of the values read here."""
         value = self.settings.get(key, default)
         if not any(type(value) is type(choice) and value == choice for choice in allowed):
             self.refuse(f"config.json: quantization_config: {key} is {show(value)}, not {allowed}")
@@ -132,7 +132,7 @@ class SchemeTensors(TensorFile):
     """Weights kept packed where bitplan has the format bit for bit, else decoded; the log says which, and why."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any]) -> None:
-        """`settings`: what the folder's config says of quantization."""
+        """Open a folder; `settings` is its config's `quantization_config`."""
         self.path, self.kind = path, settings["quant_method"]
         self._checkpoint: Checkpoint = open_checkpoint(path)
         with on_failure(self.close):

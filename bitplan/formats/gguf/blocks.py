@@ -148,7 +148,7 @@ class GgufBlocks(Format):
 
 
 class GgufVectors(GgufBlocks):
-    """A format of blocks of vectors from a fixed list."""
+    """A GGUF format (IQ3, IQ2) whose blocks name vectors of a fixed list instead of single numbers."""
 
     @property
     def vectors(self) -> VectorLayout:
@@ -170,7 +170,7 @@ class GgufVectors(GgufBlocks):
 
 
 def gguf_vectors(name: str, text: str) -> GgufVectors:
-    """The format of a layout of vectors."""
+    """Make the Format for one of GGUF's layouts of vectors."""
     layout = VECTOR_LAYOUTS[name]
     described = f"GGUF {layout.ggml_type}: {layout.block_bytes} bytes per 256, {text}; scales by search"
     element = signed_integer(3 if layout.width == 4 else 2, "int8")
@@ -178,7 +178,7 @@ def gguf_vectors(name: str, text: str) -> GgufVectors:
 
 
 def gguf_blocks(name: str, text: str) -> GgufBlocks:
-    """The format of a layout of GGUF's blocks."""
+    """Make the Format for one of GGUF's layouts of blocks."""
     layout = LAYOUTS[name]
     bits = sum(plane.bits for plane in layout.planes)
     signed = layout.low < 0 or layout.table is not None

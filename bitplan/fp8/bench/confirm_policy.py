@@ -82,7 +82,7 @@ class SmallModel:
         return example_shape(tokens, self.config["max_position_embeddings"])
 
     def example(self, tokens: int, device: torch.device) -> Example:
-        """Random tokens, the same for the same count."""
+        """Random token ids for so many tokens; equal counts give equal ids."""
         generator = torch.Generator().manual_seed(_SEED)
         ids = torch.randint(0, self.config["vocab_size"], self.example_shape(tokens), generator=generator)
         return {"input_ids": ids.to(device), "use_cache": False}
@@ -135,7 +135,7 @@ def count_blocks(model: nn.Module, where: str = "the model") -> tuple[int, str]:
 
 
 def _shard(document: Mapping[str, Any], part: ModelPart, tp: int) -> dict[str, Any]:
-    """The configuration of what one GPU of `tp` holds."""
+    """The config of the part of the model that one of `tp` GPUs holds."""
     if tp == 1:
         return dict(document)
     attention = part.attention
@@ -314,7 +314,7 @@ def _block_result(
 
 
 def _by_block(rows: Sequence[LayerRow]) -> dict[str, list[LayerRow]]:
-    """Layers by their block, as confirming names it."""
+    """Group rows of layers by the block that they lie in."""
     blocks: dict[str, list[LayerRow]] = {}
     for row in rows:
         blocks.setdefault(block_of(row.path) or "the model", []).append(row)

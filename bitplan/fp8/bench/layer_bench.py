@@ -134,7 +134,7 @@ def _is_count(text: str) -> bool:
 
 
 def _size(text: str, name: str) -> int | None:
-    """A parallel size; 0 is the model's own, as in LoongForge."""
+    """Read a parallel size from text; 0 means that of the model, None, as in LoongForge."""
     return _whole_number(text, name, 0) or None
 
 

@@ -148,7 +148,7 @@ def step_of(module: nn.Module, x: Tensor, *more: Tensor) -> Call:
 
 
 def route_tokens(tokens: int, experts: int, routing: str) -> tuple[int, ...]:
-    """Tokens of each expert; they add up to `tokens`."""
+    """How many tokens each expert gets, even or skewed as `routing` says; they add up to `tokens`."""
     if not (is_count(tokens) and is_count(experts)):
         raise Fp8Error(f"tokens and experts must be integers from 1, got {tokens!r} and {experts!r}")
     if routing not in ROUTINGS:

@@ -42,7 +42,7 @@ _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 def _never(*_: Any) -> None:
-    """The bound call of an operator that cannot be bound."""
+    """Called in place of a prepared launch where an operator cannot be prepared; gives None."""
 
 
 def _fits_products(x: Tensor, *layers: tuple[Tensor, str]) -> bool:
@@ -183,7 +183,7 @@ def _bind_norm_cast(
 def _bind_gradient_of_norm(
     x: Tensor, of_grad: torch.dtype, norm_weight: Tensor, norm_bias: Tensor | None, text: str
 ) -> NormGradient | None:
-    """The gradient of a norm, for a gradient of this type behind it."""
+    """Prepare the launch of a norm's gradient, for a gradient of type `of_grad` behind it."""
     settings = Fp8Settings.from_text(text)
     assert settings.norm is not None
     kind, has_bias, device = settings.norm[0], norm_bias is not None, index_of(x.device)

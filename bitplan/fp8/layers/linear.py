@@ -169,7 +169,7 @@ class NormParameters(nn.Module):
 
 
 class Fp8NormLinear(Fp8Linear):
-    """A norm over in_features, then a linear layer, in one."""
+    """A layer that computes a norm over in_features and then a linear layer."""
 
     def __init__(
         self,
@@ -279,7 +279,7 @@ def cast_weights_together(module: nn.Module) -> None:
 
 
 def _cast_weights(module: nn.Module) -> Iterator[tuple[Tensor, Fp8Settings]]:
-    """Weights that FP8 layers cast, and how."""
+    """Yield each weight that a module's FP8 layers cast, with the settings of the cast."""
     for layer in module.modules():
         if isinstance(layer, Fp8Linear) and layer.reuse_weight_cast and layer.weight.dtype in INPUT_TYPES:
             yield layer.weight, Fp8Settings.from_text(layer._text)

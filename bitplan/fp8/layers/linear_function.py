@@ -125,7 +125,7 @@ def define_layer_operator(
     """An operator of FP8 layers, whose last argument says whether weight casts are reused."""
 
     def in_graph(x: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-        """Operators return tensors only: empty ones for None."""
+        """Run the operator, with empty tensors in place of None: operators return tensors only."""
         results = run(x, *rest[:-1], CASTS[rest[-1]])
         return tuple(x.new_empty(0) if part is None else part for part in results)
 

@@ -54,7 +54,7 @@ Wanted = tuple[Tensor, str, float]  # a weight, and how it is cast
 
 @dataclass
 class _Kept:
-    """The casts of one state of one weight."""
+    """The FP8 casts of one weight, kept as long as its numbers do not change."""
 
     storage: StorageWeakRef
     version: int
@@ -140,7 +140,7 @@ def weight_rows(weight: Tensor, recipe: str, eps: float, *, with_cols: bool, reu
 
 
 def weight_cols(weight: Tensor, recipe: str, eps: float, *, reuse: bool) -> ScaledFp8:
-    """The weight transposed, [K, N], for dgrad."""
+    """The cast of the transposed weight, [K, N], for dgrad (the gradient of the input)."""
     how = (recipe, eps)
     was_asked = reuse
     kept, reuse = _find_to_reuse(weight, reuse)
@@ -203,7 +203,7 @@ def _pair_of_graphs(weight: Tensor, how: _How, *, make: bool) -> CastPair | None
 
 
 def _cast_into(fixed: CastPair, weight: Tensor, how: _How) -> ScaledFp8:
-    """Cast to this memory -> the rows."""
+    """Cast a weight into the memory `fixed`, and return its layout of rows."""
     recipe, eps = how
     guess = guess_for(recipe, weight, WEIGHT)
     if guess is not None:

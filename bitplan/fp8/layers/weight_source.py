@@ -40,7 +40,7 @@ class WeightSource:
         return weight_rows(weight, recipe, eps, with_cols=with_cols, reuse=self.reuse)
 
     def cols(self, weight: Tensor, recipe: str, eps: float) -> ScaledFp8:
-        """The weight transposed, [K, N], for dgrad."""
+        """The cast of the transposed weight, [K, N], for dgrad (the gradient of the input)."""
         return weight_cols(weight, recipe, eps, reuse=self.reuse)
 
     def count_backward(self, weight: Tensor, gradient: Tensor) -> None:
@@ -49,7 +49,7 @@ class WeightSource:
             count_backward(weight, gradient)
 
     def plain(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight for products that are not FP8."""
+        """The weight in `dtype`, for products in BF16."""
         return weight
 
     def cast(

@@ -272,7 +272,7 @@ def _recipes(policy: Policy, question: Question) -> Sequence[str | None]:
 
 
 def _rules_of(policy: Policy, question: Question) -> list[LayerRule]:
-    """The rules of a layer, of the whole module and of each product."""
+    """The policy's rules for a layer: of the whole module, and of each of its products."""
     return [rule for gemm in GEMMS for rule in matching_rules(policy, replace(question, gemm=gemm))]
 
 
@@ -283,7 +283,7 @@ def _none_of(choices: list[Fp8Choice]) -> Fp8Choice:
 
 
 def _by_recipe(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
-    """The choice under one recipe, and how far it holds."""
+    """The products that run in FP8 by `question.recipe`, and for which token counts that holds."""
     if policy.version == 1:
         return _by_threshold(policy, question)
     shapes = []

@@ -187,7 +187,7 @@ def _rule(
 
 
 def _point(rows: list[Row], threshold: float, confidence: float, recipe: str, findings: list[str]) -> Point:
-    """The worst of the ways in which one token count was timed."""
+    """The measurement of one token count; where it was timed in several ways, the worst for FP8."""
     ways: dict[tuple[str | None, str], dict[str, Row]] = {}
     for row in rows:
         ways.setdefault((row.routing, row.timing), {})[row.precision] = row

@@ -137,7 +137,7 @@ def decide(policy: Policy, question: Question) -> Fp8Decision:
 
 
 def matching_rules(policy: Policy, question: Question) -> list[LayerRule]:
-    """The version 2 rules that decide a question."""
+    """The rules of a version 2 policy that a question is answered by."""
     name = None if question.looked_up_kind in GROUPED_KINDS else question.name
     return [
         rule

@@ -224,7 +224,7 @@ class Report:
         return self.head() | {"rows": [row.to_document() for row in self.rows]}
 
     def to_lines(self) -> str:
-        """The report as a benchmark leaves it: head, rows, end."""
+        """The report as lines of JSON, as a benchmark writes it: a head, rows, an end."""
         documents = [self.head(), *(row.to_document() for row in self.rows), {"end": len(self.rows)}]
         return "".join(map(json_line, documents))
 

@@ -98,7 +98,7 @@ class Point:
         return {name: value for name, value in asdict(self).items() if value not in (None, "")}
 
     def describe(self) -> str:
-        """The point in words."""
+        """The measured point in words, for messages."""
         if self.speedup is None:
             return f"{self.answer} at {self.tokens} tokens ({self.note})"
         between = f", between {self.low:.3f}x and {self.high:.3f}x" if self.low is not None else ""

@@ -157,7 +157,7 @@ class CausalLM:
         return logits_of(self.model, ids)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> CausalLM:
-        """The same model, moved."""
+        """Move the model to a device and type; returns it with the same tokenizer."""
         return replace(self, model=self.model.to(device, dtype))
 
     @property
@@ -282,7 +282,7 @@ def late_logits_of(model: nn.Module) -> Callable[[Tensor], Tensor | LateLogits]:
 
 
 def _with_states(output: Any, states: Tensor) -> Any:
-    """The output of a model's body, with other last states."""
+    """A copy of the output of a model's body, with other last hidden states."""
     return (states, *output[1:]) if isinstance(output, tuple) else replace(output, last_hidden_state=states)
 
 

@@ -503,7 +503,7 @@ def read_values(
 
 
 def _read_packed(recipe: TensorRecipe, file: TensorFile, device: torch.device) -> Encoded:
-    """The pieces of a packed tensor, each copied to its rows."""
+    """Read a packed tensor; the pieces that it consists of in the file become rows of one encoding."""
     if recipe.is_one and recipe.pieces[0].item is None:
         item = file.read(recipe.pieces[0].name)
         assert isinstance(item, Encoded)
@@ -600,7 +600,7 @@ def make_layers(
 
 
 def make_parameters(model: nn.Module, values: Mapping[str, Value]) -> dict[str, nn.Parameter]:
-    """The plain parameters by name; tied ones are one object."""
+    """Make Parameters of the plain tensors, by name; tied names get the same object."""
     by_value: dict[int, nn.Parameter] = {}
     parameters: dict[str, nn.Parameter] = {}
     for name, before in model.named_parameters(remove_duplicate=False):

@@ -55,7 +55,7 @@ from bitplan.plan.plan import Plan
 
 
 class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
-    """The `quantization_config` of a folder that bitplan packed."""
+    """transformers' object for the `quantization_config` of a folder that bitplan packed."""
 
     def __init__(
         self,

@@ -280,7 +280,7 @@ def _plan(saved: Mapping[str, _SavedTensor], source: LoadedFrom | None) -> Plan:
 
 
 def _inputs(model: nn.Module, source: LoadedFrom | None) -> dict[str, str | None]:
-    """Formats of inputs by the names that weights have in the file."""
+    """The format to which products with each packed weight round their inputs, by the file's names."""
     formats = inputs_of(model)
     recipes = () if source is None else source.recipes
     pieces = {

@@ -90,7 +90,7 @@ class TextSettings:
 
 @dataclass(frozen=True)
 class TextComparison:
-    """What was measured of a reference and of others on one text."""
+    """The result of comparing models with a reference on one text: a row for each, and how it was measured."""
 
     reference: str
     candidate: str
@@ -103,7 +103,7 @@ class TextComparison:
     kv: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """The document that `bitplan report` shows."""
+        """The result as the JSON document that `bitplan report` draws."""
         return {
             "model": self.candidate,
             "reference": self.reference,
@@ -207,7 +207,7 @@ def _job(second: CausalLM, variant: Variant) -> _Job:
 
 @dataclass(frozen=True)
 class QualityRow:
-    """A line of the table of models and formats."""
+    """The figures of one model, or of one choice of formats, on a text: a line of the printed table."""
 
     label: str
     bits_per_weight: float

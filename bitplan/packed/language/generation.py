@@ -133,7 +133,7 @@ class Sampling:
             raise MeasureError("top-k and top-p choose among tokens that are drawn: give a temperature above 0, too")
 
     def next_token(self, logits: Tensor, draw: torch.Generator) -> int:
-        """A token, from logits [vocabulary]."""
+        """Choose the next token from logits [vocabulary], with the random numbers of `draw`."""
         if not self.temperature:
             return int(logits.argmax())
         odds = torch.softmax(logits.float() / self.temperature, dim=-1)
@@ -398,7 +398,7 @@ def bench_models(
 
 
 def _run(lm: CausalLM, batch: int, prompt_tokens: int, tokens: int) -> list[float]:
-    """Seconds of the prompt, then of each token after the first."""
+    """Time one generation: seconds of the prompt, then of each token after the first."""
     device = lm.device
     ids = torch.arange(batch * prompt_tokens, device=device).remainder(lm.vocabulary).reshape(batch, prompt_tokens)
     times, decoding = [], Decoding(lm.model)

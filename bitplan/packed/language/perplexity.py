@@ -190,7 +190,7 @@ def spread_windows(windows: Sequence[Tensor], tokens: int) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class Divergence:
-    """How far a model is from its reference on the same tokens."""
+    """How far a model's predictions are from its reference's on the same tokens: KL, and equal top tokens."""
 
     kl: Estimate
     nll_difference: Estimate
@@ -348,7 +348,7 @@ class _WindowLogits:
         self.vocabulary = states.shape[-1] if isinstance(logits, Tensor) else logits.vocabulary
 
     def of_window(self, row: int, tokens: slice) -> Tensor:
-        """Logits [tokens, vocabulary], all of them finite."""
+        """The logits [tokens, vocabulary] of one window; raises where one is not finite."""
         source = self._logits
         logits = source[row, tokens] if isinstance(source, Tensor) else source.of_window(row, tokens)
         bad = ~torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(dim=0)  # of NaN it gives NaN

@@ -206,7 +206,7 @@ class TokenSteps:
         return self._cache_rows.nbytes
 
     def __call__(self, token: int) -> Tensor:
-        """Logits [1, vocabulary] after one more token."""
+        """Run the model on one more token; returns the logits [1, vocabulary] of the next."""
         if self.length == self._cache_rows.shape[3]:
             self._grow([(layer[0, :, : self.length], layer[1, :, : self.length]) for layer in self._cache_rows])
         logits = self._run(self._embedding(torch.tensor([token])), self.length, self._product)

@@ -357,7 +357,7 @@ def _view(model: nn.Module, recording: Recording) -> ModelView:
 
 
 def _single_calls(graph: Graph) -> dict[str, ModuleUse]:
-    """Modules that are called once."""
+    """The one call of each module that is called exactly once, by the module's path."""
     counts: dict[str, int] = {}
     for call in graph.calls:
         counts[call.path] = counts.get(call.path, 0) + 1

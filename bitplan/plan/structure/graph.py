@@ -47,7 +47,7 @@ class Slot:
 
 
 class Graph:
-    """A recording with the walks that recognition needs."""
+    """A recorded run as a graph of steps and values, with ways to walk it that recognition needs."""
 
     def __init__(self, recording: Recording) -> None:
         self.values, self.steps, self.calls = recording.values, recording.steps, recording.calls
@@ -102,13 +102,13 @@ class Graph:
         return step.name in CASTS and self.values[step.inputs[0]].dtype != self.values[step.outputs[0]].dtype
 
     def origin(self, value: int) -> int:
-        """The value behind views and copies that keep the last dimension."""
+        """Walk back from a value over views and copies that keep the last dimension; returns the value before them."""
         while (step := self.maker(value)) is not None and self.is_same_numbers(step):
             value = step.inputs[0]
         return value
 
     def uncast(self, value: int) -> int:
-        """The value behind casts."""
+        """Walk back from a value over steps that only change its type; returns the value before them."""
         while (step := self.maker(value)) is not None and step.name in CASTS:
             value = step.inputs[0]
         return value
@@ -381,6 +381,6 @@ def _integers(arguments: Iterable[Any]) -> list[int]:
 
 
 def sample(count: int, seed: int) -> Tensor:
-    """Numbers on which activations are told apart."""
+    """Random numbers on which activation functions are compared."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(count, dtype=torch.float64, generator=generator) * 3

@@ -278,7 +278,7 @@ class ExpertsUse:
 
 @dataclass(frozen=True)
 class PlainMlpUse:
-    """down(act(up(x)))."""
+    """An MLP without a gate: down(act(up(x)))."""
 
     up: LinearUse
     down: LinearUse

@@ -35,7 +35,7 @@ class NamedParameter:
 
     @property
     def key(self) -> tuple[int, str]:
-        """A key that is the same for all names of a module's Parameter."""
+        """A key for dicts, equal for all names under which a module has this Parameter."""
         return id(self.module), self.local
 
     @property

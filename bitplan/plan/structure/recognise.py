@@ -92,7 +92,7 @@ _PICKERS = {"embedding": (1, 0, "weight", "input"), "index_select": (0, 2, "inpu
 
 
 def holder(name: str) -> str:
-    """The module that holds a parameter of this name."""
+    """The path of the module that holds a parameter of this name."""
     return name.rpartition(".")[0]
 
 

@@ -62,7 +62,7 @@ class NumbersNeededError(BitplanError):
 
 @dataclass(frozen=True)
 class Ref:
-    """A recorded value in the arguments of a step."""
+    """Stands for a recorded value in the arguments of a step."""
 
     value: int
 
@@ -110,7 +110,7 @@ class ModuleCall:
 
 @dataclass
 class Recording:
-    """Everything one run shows."""
+    """All that was recorded in one run: values, steps, calls of modules, and notes."""
 
     values: list[Value]
     steps: list[Step]

@@ -190,7 +190,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def examples_for(model: nn.Module) -> Iterator[Example]:
-    """Examples to try, the likeliest first."""
+    """Yield example inputs to try on a model, the likeliest to fit first."""
     config = getattr(model, "config", None)
     if config is not None and hasattr(model, "main_input_name"):
         yield from _from_config(model, config)

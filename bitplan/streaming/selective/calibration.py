@@ -95,7 +95,7 @@ class CalibrationResult:
 
 @dataclass
 class Calibration:
-    """The measurements so far, and their fingerprint."""
+    """The errors measured so far, and a fingerprint of the model and data they are of."""
 
     fingerprint: Fingerprint
     layers: dict[str, dict[str, dict[str, float | None]]] = field(default_factory=dict)

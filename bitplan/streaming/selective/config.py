@@ -168,7 +168,7 @@ class SelectivePrecisionConfig:
             raise SelectiveFileError(f"{where}: {path + ': ' if path else ''}{text}") from None
 
     def to_document(self) -> dict[str, Any]:
-        """The bare parameters, all of them, in the order of the fields."""
+        """All parameters as a JSON object, in the order of the fields."""
         return {name: list(value) if type(value) is tuple else value for name, value in asdict(self).items()}
 
 

@@ -42,7 +42,7 @@ from bitplan.streaming.selective.score import RawGradStats, StepStats, compare_b
 
 @torch.no_grad()
 def rounding_error(weight: Tensor, fmt: Format | str) -> Tensor:
-    """W - W_hat in the weight's own type."""
+    """The error of rounding a weight to a format, W - W_hat, in the weight's type."""
     return weight.detach() - decode(encode_unchecked(weight.detach(), fmt), weight.dtype)
 
 
@@ -206,7 +206,7 @@ class _Share(NamedTuple):
 
 @dataclass(frozen=True)
 class _Sent:
-    """A closed step, whose numbers are on their way to the host."""
+    """A step that was closed: its figures are being copied to the host."""
 
     step_id: int
     names: list[list[str]]

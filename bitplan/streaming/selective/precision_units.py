@@ -58,7 +58,7 @@ class MatrixUse:
 
 
 class PrecisionUnits:
-    """The units of one stream under one config."""
+    """The units (blocks or layers) of a stream whose precision is decided, by one config."""
 
     def __init__(self, stream: BlockStream, config: SelectivePrecisionConfig) -> None:
         self.stream, self.config = stream, config
@@ -163,7 +163,7 @@ class PrecisionUnits:
 
 
 def high_or_low(config: SelectivePrecisionConfig, precision: str, dtype: torch.dtype) -> str:
-    """The format of a weight of this type in this precision."""
+    """The format that a precision of the config means for a weight of this type."""
     return "float16" if precision == "bf16" and dtype == torch.float16 else config.format_of(precision)
 
 

@@ -254,7 +254,7 @@ class RunState:
     locked     rows that loss feedback has raised
     queue      (step, row), to be raised in the final part
     records    how many changes the log has
-    timing     the way of running that is being timed, as a `Timing`
+    timing     the way of running that is being timed, as a `TimedWay`
     has_timed  whether the run timed a way itself: `times` may be another run's
     """
 
@@ -274,7 +274,7 @@ class RunState:
 
 
 @dataclass
-class Timing:
+class TimedWay:
     """A measurement of one way of running: the parts in low precision, its first step, and its time once known."""
 
     parts: list[str] = document_key(LIST)  # noqa: RUF009
@@ -373,7 +373,7 @@ class RunController(Closing):
 
     @property
     def times(self) -> dict[str, float]:
-        """Milliseconds a step by what was low, as far as it was timed."""
+        """Milliseconds a step of each way of running that was timed, by what was in low precision."""
         return dict(self.state.times)
 
     @property
@@ -404,7 +404,7 @@ class RunController(Closing):
     # ---- the lifecycle -----------------------------------------------------------------------------------------------
 
     def begin_step(self, step: int) -> None:
-        """Decide what is due, and open a step of the stream with it."""
+        """Make decisions that are due, then begin the stream's step with them."""
         if self._old_log is not None:
             raise SelectiveError(
                 f"{self._old_log}: has the changes of an earlier run; call load with that run's state to go on with "
@@ -442,7 +442,7 @@ class RunController(Closing):
 
     def _is_timed(self, step: int) -> bool:
         """Continue to time ways of running; returns True once all are timed."""
-        timing: Timing | None = self.state.timing
+        timing: TimedWay | None = self.state.timing
         if timing is not None:
             if step < self._timed_until(timing) or (timing.ms is None and self._began is None):
                 return False
@@ -454,7 +454,7 @@ class RunController(Closing):
             if not self.state.has_timed or not chosen.option or AGAIN in self.state.times:
                 return True
             wanted = frozenset()
-        self.state.timing, self._began = Timing(sorted(wanted), step), None
+        self.state.timing, self._began = TimedWay(sorted(wanted), step), None
         self._note(
             step,
             [
@@ -465,19 +465,19 @@ class RunController(Closing):
         )
         return False
 
-    def _timed_until(self, timing: Timing) -> int:
+    def _timed_until(self, timing: TimedWay) -> int:
         return timing.first + self.settings.settle_steps + self.settings.timing_steps
 
     def _begin_timing(self, step: int) -> None:
         """Start the clock behind the steps that settle; a run that was resumed settles again, within the same steps."""
-        timing: Timing | None = self.state.timing
+        timing: TimedWay | None = self.state.timing
         if timing is None or timing.ms is not None or self._began is not None:
             return
         settled = max(timing.first, self._resumed_at) + self.settings.settle_steps
         if step >= min(settled, self._timed_until(timing) - 1):
             self._began = step, self._now()
 
-    def _end_timing(self, step: int, timing: Timing) -> None:
+    def _end_timing(self, step: int, timing: TimedWay) -> None:
         """Stop the clock before `step`, where a whole step was timed."""
         if self._began is not None and step > self._began[0]:
             timing.ms = round((self._now() - self._began[1]) * 1e3 / (step - self._began[0]), 4)
@@ -487,7 +487,7 @@ class RunController(Closing):
         self.stream.device.finish(self.stream.device.mark())
         return self._clock()
 
-    def _keep_time(self, step: int, timing: Timing) -> None:
+    def _keep_time(self, step: int, timing: TimedWay) -> None:
         """Record the time of a step in the way that is timed, from the log if an earlier process timed it."""
         self._end_timing(step, timing)
         key, state = timing.key, self.state
@@ -720,7 +720,7 @@ class RunController(Closing):
             if not self._can_be_low(name):
                 reader.stop(f"state names {name!r}, no row that changes")
         if state.timing is not None:
-            state.timing = Timing(**reader.fields_of(Timing, "state.timing", state.timing, every=True))
+            state.timing = TimedWay(**reader.fields_of(TimedWay, "state.timing", state.timing, every=True))
             if not self._parts.issuperset(state.timing.parts):
                 reader.stop(f"state.timing names {state.timing.parts}, expected parts of {sorted(self._parts)}")
         logged, self.state, self._applied, self._began = self.state.records, state, None, None

@@ -209,7 +209,7 @@ def state_from_document(
     where: str = "the selective precision state",
     accept_config_change: bool = False,
 ) -> PolicyState:
-    """The state, if it is of this model and this config."""
+    """Read a policy's saved state; refuses that of another model or config."""
     reader = Reader(where, SelectiveFileError)
     reader.version(document, VERSION)
     known = {"document": one_of(DOCUMENT), "version": SIZE, "layout": OBJECT, "config": OBJECT, "state": OBJECT}

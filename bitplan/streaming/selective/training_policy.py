@@ -388,7 +388,7 @@ def decides_on(config: SelectivePrecisionConfig, unit: str) -> bool:
 
 
 def errors_of(units: PrecisionUnits, calibration: CalibrationResult | None) -> dict[str, dict[str, float]]:
-    """Unit -> precision -> error, for the format of this config."""
+    """Calibration errors by unit and precision, for the formats that the config gives precisions."""
     errors: dict[str, dict[str, float]] = {}
     if calibration is None:
         return errors
@@ -839,7 +839,7 @@ class SelectivePrecisionPolicy(Closing):
         self.conductor.restart()
 
     def save(self, path: str | Path) -> None:
-        """The state in a file, whole or not at all."""
+        """Write the state into a file, whole or not at all."""
         write_json(path, self.state_dict())
 
     def load(self, path: str | Path, *, accept_config_change: bool = False) -> None:

@@ -62,7 +62,7 @@ class AdamWSettings:
         return replace(self, lr=lr)
 
     def of(self, _shape: tuple[int, ...]) -> AdamWSettings:
-        """The settings of a weight, which are those of all."""
+        """The settings for a weight: the same for all, whatever its shape."""
         return self
 
     def document(self) -> dict[str, Any]:
@@ -286,7 +286,7 @@ def random_numbers(seed: int, start: int, count: int) -> Tensor:
 
 
 def join_master(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The float32 master of a BF16 weight, both flat."""
+    """Put a BF16 weight and its remainder together to the float32 master; all flat."""
     return (weight.view(torch.int16).int() << 16).add_(remainder).view(torch.float32)
 
 

@@ -84,7 +84,7 @@ Key = tuple[str, str]  # block and parameter
 
 
 class GradientMemory:
-    """The memory of one stream's gradients."""
+    """Host memory for the gradients of one stream."""
 
     def __init__(self, device: StreamDevice, specs: Mapping[str, Mapping[str, ParameterSpec]], *, pinned: bool) -> None:
         """pinned: the device writes into the gradients themselves; else into one pinned buffer, then copied to them."""
@@ -298,7 +298,7 @@ class _Update:
     is_ending: bool = False
 
     def wake_waiters(self) -> None:
-        """Wake those that wait for gradients: none will come any more."""
+        """Wake all threads that wait for gradients, because no more will come."""
         for latch in (self.checked, *self.fresh.values()):
             latch.set()
 
@@ -366,7 +366,7 @@ class HostTraining:
 
     @property
     def own_settings(self) -> Mapping[Key, Settings]:
-        """The settings of weights that do not have `settings` and `lr`."""
+        """Settings of weights that have others than `settings` and `lr`, by block and parameter."""
         return self._own_settings
 
     @own_settings.setter
@@ -888,7 +888,7 @@ class HostTraining:
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
 
     def find_failure(self) -> Exception | None:
-        """The error of an update so far; does not wait."""
+        """The error of an update so far, or None; does not wait for updates under way."""
         if not self._updates.is_alive:
             self.finish()
         return self.failure

@@ -54,7 +54,7 @@ class HostOptimizer:
 
     @classmethod
     def lion(cls, lr: float, **settings: Any) -> HostOptimizer:
-        """Lion, which torch lacks; settings: betas, weight_decay."""
+        """Settings for the optimizer Lion, which torch lacks; further settings: betas, weight_decay."""
         return cls(Lion, lr, settings)
 
     @property
@@ -92,7 +92,7 @@ class HostOptimizer:
         return all(one.is_floating_point() for one in states if isinstance(one, Tensor))
 
     def _tried(self, master: Tensor) -> Tensor:
-        """A master after two steps with gradients of its own numbers."""
+        """A copy of a master after two trial steps, to see what the optimizer does to parts."""
         optimizer = self.open(master)
         for _ in range(2):
             step_alone(optimizer, master.clone())
@@ -123,7 +123,7 @@ Settings: TypeAlias = AdamWSettings | HostOptimizer
 
 
 def step_alone(optimizer: torch.optim.Optimizer, gradient: Tensor) -> None:
-    """Step the one parameter of an optimizer."""
+    """Run one step of an optimizer that has a single parameter, with this gradient."""
     (parameter,) = optimizer.param_groups[0]["params"]
     parameter.grad = gradient
     try:

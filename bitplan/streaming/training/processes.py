@@ -94,7 +94,7 @@ def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> Callable[[], None]:
 
 
 class PeerLostError(TransferError):
-    """Another process has ended, or does not answer."""
+    """Another process of the training has ended, or does not answer."""
 
 
 class Processes:
@@ -169,7 +169,7 @@ class Processes:
             self._share_out(bundle, self._mean_of_slices(bundle))
 
     def _mean_of_slices(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The mean over processes of the slices of this one."""
+        """This process's slice of each tensor, averaged over all processes."""
         sent = self._rows(tensors)
         received = torch.empty_like(sent)
         exchange = partial(distributed.all_to_all_single, _bytes(received), _bytes(sent), group=self._numbers)
@@ -223,7 +223,7 @@ class Processes:
         return tensor.view(-1)[self.rank * size : (self.rank + 1) * size]
 
     def slice_start(self, tensor: Tensor) -> int:
-        """Where the slice of this process begins."""
+        """Index in the flat tensor at which this process's slice begins."""
         return min(self.rank * self._slice_size(tensor), tensor.numel())
 
     def _slice_size(self, tensor: Tensor) -> int:

@@ -295,7 +295,7 @@ class TrainedWeight:
         self.note_step()
 
     def rates(self, settings: AdamWSettings, factor: float) -> AdamWRates:
-        """The rates of the next step."""
+        """AdamW's settings for the next step of this weight, with the step's number."""
         return AdamWRates(settings.lr, settings.betas, settings.eps, settings.weight_decay, self.steps + 1, factor)
 
     def small_tensors(self, gradient: Tensor, settings: Settings, sent: Tensor | None) -> AdamWTensors | None:

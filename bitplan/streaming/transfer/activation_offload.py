@@ -39,7 +39,7 @@ Compute = Callable[[Args, Kwargs], Any]
 
 @dataclass(eq=False)
 class OffloadBuffer:
-    """Pinned memory for one input, and the last copy that used it."""
+    """A pinned host buffer for one block's input, and the last copy that used it."""
 
     memory: Tensor
     last: Transfer | None = None
@@ -69,7 +69,7 @@ class SavedInput:
         self.sent: Transfer | None = None
 
     def laid_out(self, flat: Tensor) -> Tensor:
-        """A flat tensor of its type, seen with its shape and order."""
+        """A view of a flat tensor with the input's shape and strides."""
         order = sorted(range(len(self.axes)), key=lambda position: self.axes[position])
         return flat.view(self.shape).permute(order)
 
@@ -82,7 +82,7 @@ class SavedInput:
 
 
 class ActivationOffload:
-    """Checkpoints blocks and moves their inputs out and back."""
+    """Checkpoints blocks: moves their inputs to the host after the forward, and back before the backward."""
 
     def __init__(
         self,
@@ -199,7 +199,7 @@ class ActivationOffload:
         return out
 
     def _restore(self, saved: SavedInput) -> Tensor:
-        """The input again, for the block that backward computes now."""
+        """Bring a saved input back to the device, for the block that backward computes now."""
         if saved.serial != self.serial:
             raise StreamError(
                 f"{saved.what} is gone: backward came after its step ended; call backward between begin_step and "

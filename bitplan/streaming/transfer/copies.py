@@ -110,7 +110,7 @@ class FiniteCheck:
         return SentFlags(step, host, self._device.mark())
 
     def keep(self, sent: SentFlags) -> None:
-        """Let `find` read the flags of a step."""
+        """Keep a step's flags, so that `find` reads them later."""
         self._pending.append(sent)
 
     def find(self, *, wait: bool = False) -> BlockNonFiniteError | None:
@@ -152,7 +152,7 @@ Job = Callable[[], None]
 
 
 class Latch:
-    """Set once, and waited for by any number of threads."""
+    """An event that is set once and that any number of threads can wait for."""
 
     def __init__(self) -> None:
         self._is_set = False

@@ -51,7 +51,7 @@ class Copied(NamedTuple):
 
 
 class StreamDevice(ABC):
-    """A device that blocks are streamed to."""
+    """The interface of a device that blocks are streamed to: memory, copies, marks in its queue."""
 
     torch_device: torch.device
     # Whether copy_in returns before the copy is done, so that the computing thread can call it.
@@ -80,7 +80,7 @@ class StreamDevice(ABC):
         return buffer
 
     def give_back(self, buffer: Tensor) -> None:
-        """Count memory as returned; the caller drops its last reference."""
+        """Count a buffer's memory as free; the caller then drops its last reference."""
         self._allocated.pop(buffer.data_ptr(), None)
 
     def pin(self, buffer: Tensor) -> None:
@@ -206,7 +206,7 @@ class SimulatedDevice(StreamDevice):
         return torch.full((nbytes,), 0xFF, dtype=torch.uint8)
 
     def _pin(self, buffer: Tensor) -> None:
-        """Nothing to do: all memory is the host's."""
+        """Do nothing: all memory is the host's."""
 
     def _unpin(self, buffer: Tensor) -> None:
         """Do nothing: memory of a simulated device is not pinned."""
@@ -247,10 +247,10 @@ class SimulatedDevice(StreamDevice):
         return Copied(start, self.mark())
 
     def wait(self, copied: Copied) -> None:
-        """Nothing to do: copy_in returns after the copy."""
+        """Do nothing: `copy_in` returns after the copy."""
 
     def finish(self, mark: Mark) -> None:
-        """Nothing to do: work is done when its call returns."""
+        """Do nothing: work is done when its call returns."""
 
     def has_passed(self, mark: Mark) -> bool:
         return True

@@ -120,7 +120,7 @@ class ExpertMemory:
         self.counts[stack, experts] += 1.0
 
     def leave(self) -> None:
-        """The computation reads no slot from now on."""
+        """Note that the computation reads no slot from now on."""
         if self._current is not None:
             self._current.free_after = self.device.mark()
             self._current = None
@@ -263,7 +263,7 @@ class ExpertMemory:
         return self._rows[key]
 
     def _entry(self, stack: int, entry: int) -> list[Tensor]:
-        """The parts of an expert in the cache."""
+        """Views of an expert's parameters in an entry of the cache."""
         assert self._cache is not None
         parts, start = [], entry * self._entry_bytes
         for piece in self.stacks[stack].layout.pieces.values():
@@ -274,7 +274,7 @@ class ExpertMemory:
 
 
 def _stacked(layout: BlockLayout, buffer: Tensor) -> list[Tensor]:
-    """Each parameter's experts, one after another."""
+    """Views of each parameter's experts in a buffer, [experts, ...]."""
     return [piece.parts["data"].view(buffer) for piece in layout.pieces.values()]
 
 

@@ -37,7 +37,7 @@ TENSOR = "block"
 
 
 class HostBlocks(ABC):
-    """The packed bytes of every block."""
+    """The interface of what holds every block's bytes on the host: in memory, or in files."""
 
     # Whether `source` needs a staging buffer to put the bytes in.
     needs_staging: bool

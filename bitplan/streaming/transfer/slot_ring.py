@@ -69,7 +69,7 @@ class SlotDecoder:
         return weights
 
     def view(self, buffer: Tensor, layout: ViewLayout) -> Tensor:
-        """A part of a buffer, as autograd saved it."""
+        """A view of a buffer with the layout that autograd saved for a tensor."""
         key = (buffer.data_ptr(), layout)
         view = self._views.get(key)
         if view is None:
@@ -136,7 +136,7 @@ class RingSlot:
 
 
 class SlotRing:
-    """All slots and the scratch of one device."""
+    """The device's memory for blocks: slots that hold a block each, and a scratch for decoded weights."""
 
     def __init__(
         self,

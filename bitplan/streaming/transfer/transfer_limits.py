@@ -25,7 +25,7 @@ from bitplan.streaming.selective.decide import BlockPrecisionHint
 
 
 class ConductorError(BitplanError, ValueError):
-    """Phases out of order, or impossible limits or pressures."""
+    """The conductor was called out of order, or given impossible limits or pressures."""
 
 
 class Phase(StrEnum):

@@ -186,7 +186,7 @@ def _current_client() -> Any:
 
 
 def _collections(x: Any, y: Any, weights: Any, eval_set: Any) -> dict[str, list[Any]]:
-    """The partitions of each, as many of each kind."""
+    """The delayed partitions of X, y, weights and watched rows; all must have equally many."""
     if isinstance(eval_set, list) and len(eval_set) == 1:
         (eval_set,) = eval_set
     if eval_set is not None and (not isinstance(eval_set, tuple) or len(eval_set) != 2):
@@ -270,13 +270,13 @@ class _OnDask:
         return self._plain(**estimator.get_params())
 
     def _copy_state(self, fitted: Any) -> None:
-        """Everything that `fit` leaves in an estimator."""
+        """Copy all that `fit` sets from the fitted model into this estimator."""
         for name, value in vars(fitted).items():
             if name.endswith("_"):
                 setattr(self, name, value)
 
     def to_local(self) -> BoostedTreesClassifier | BoostedTreesRegressor:
-        """The plain estimator, fitted as this one is."""
+        """A plain estimator with the same settings and trees, which needs no Dask."""
         model: BoostedTreesClassifier | BoostedTreesRegressor = self._unfitted()
         for name, value in vars(self).items():
             if name.endswith("_"):

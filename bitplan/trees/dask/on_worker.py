@@ -129,7 +129,7 @@ def fit_part(
 
 
 def predict_part(model: Any, method: str, x: Any, dtype: Any, columns: int) -> Array:
-    """A partition's predictions; one without rows has none."""
+    """Predictions for one partition; an empty one gives an empty array."""
     if not len(x):
         return np.empty((0, columns) if columns else 0, dtype)
     answer: Array = getattr(model, method)(x)

@@ -77,7 +77,7 @@ _answer: Any = answer_challenge
 
 
 class StoreHost:
-    """Keys and values of one fit, served until `close`."""
+    """A server thread with the keys and values of one fit's store; runs until `close`."""
 
     def __init__(self, host: str, secret: bytes) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET

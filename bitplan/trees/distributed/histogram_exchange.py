@@ -92,12 +92,12 @@ def unpack(words: Array, form: WireForm) -> Array:
 
 
 class HistogramSum:
-    """Histograms of one tree, summed over all processes."""
+    """Adds up the histograms of one tree over all processes."""
 
     def __init__(
         self, shards: Shards, gradients: Gradients, builder: HistogramBuilder, features: Array, counts: Array
     ) -> None:
-        """`counts`: the bins of each feature."""
+        """Prepare for one tree; `counts` has the number of bins of each feature."""
         self._shards, self._precision, self._builder = shards, gradients.precision, builder
         self._more = far_rows(gradients)
         used = [

@@ -60,7 +60,7 @@ class Shards(Protocol):
 
 
 class _Alone:
-    """The only process, which has all rows."""
+    """The `Shards` of a fit in one process, which has all rows."""
 
     rank, count = 0, 1
 
@@ -241,7 +241,7 @@ def sorted_quantile(numbers: Array, weights: Array, share: float = 0.5) -> float
 
 
 def _weight_below(totals: Array, share: float) -> Array:
-    """The sum of integer weights at which a share is reached."""
+    """The integer weight of each group at which this share of it is reached."""
     if share == 0.5:
         return (totals + 1) // 2
     return np.clip(np.ceil(totals * share).astype(np.int64), 1, totals)
