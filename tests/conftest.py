@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import logging
 import os
 import signal
 import sys
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from _pytest import logging as capturing
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
@@ -57,7 +55,6 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    watch_the_root_logger_alone()
     if config.pluginmanager.hasplugin("xdist"):
         from tests.forked_workers import fork_workers
 
@@ -68,23 +65,6 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the suite itself runs in several workers
     if not torch.cuda.is_available():  # Triton reads this when it is first imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
-
-
-def watch_the_root_logger_alone() -> None:
-    """Six times a test pytest looks through all loggers for those that keep to themselves, of which torch has 80.
-
-    Nothing that a test asks for comes from those.
-    """
-    real = capturing.catching_logs.__enter__
-
-    def enter(self: Any) -> Any:
-        if self.level is not None or not hasattr(self, "attached_loggers"):
-            return real(self)
-        logging.getLogger().addHandler(self.handler)
-        self.attached_loggers.append(logging.getLogger())
-        return self.handler
-
-    capturing.catching_logs.__enter__ = enter
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
