@@ -33,6 +33,7 @@ of this machine take precedence.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import hashlib
@@ -487,13 +488,20 @@ def gpu_fingerprint(gpu: str) -> Fingerprint:
 
 
 def _source_hash() -> str:
-    """A hash of the code that runs on a GPU, without comment lines: edited kernels are measured again."""
+    """A hash of the code that runs on a GPU, without comments and docstrings: edited kernels are measured again."""
     digest = hashlib.sha256()
     for name in GPU_SOURCES:
-        for line in (PACKAGE / name).read_text(encoding="utf-8").splitlines():
-            if line.strip() and not line.lstrip().startswith("#"):
+        source = (PACKAGE / name).read_text(encoding="utf-8")
+        texts = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr) and _is_text(node.value)]
+        left_out = {number for text in texts for number in range(text.lineno, (text.end_lineno or text.lineno) + 1)}
+        for number, line in enumerate(source.splitlines(), start=1):
+            if line.strip() and not line.lstrip().startswith("#") and number not in left_out:
                 digest.update(line.encode() + b"\n")
     return digest.hexdigest()[:16]
+
+
+def _is_text(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 # ---- the document ----------------------------------------------------------------------------------------------------

@@ -398,7 +398,7 @@ def test_the_kernels_source_is_part_of_the_fingerprint(monkeypatch: pytest.Monke
     kernel = tmp_path / "kernel.py"
     kernel.write_text("a")
     before = crossover._source_hash()
-    kernel.write_text("# a comment\n\na")
+    kernel.write_text('"""A docstring\n# of lines."""\n# a comment\n\na')
     assert crossover._source_hash() == before
     kernel.write_text("b")
     assert crossover._source_hash() != before
