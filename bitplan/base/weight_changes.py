@@ -34,7 +34,7 @@ def writes_of(tensor: Tensor) -> int:
 
 def state_of(tensor: Tensor) -> tuple[int, int]:
     """A pair (writes, address) that changes with each counted write, and when the tensor moves to other memory."""
-    return writes_of(tensor), tensor.data_ptr()
+    return UNCOUNTED if tensor.is_inference() else tensor._version, tensor.data_ptr()
 
 
 def count_optimizer_steps() -> None:

@@ -66,7 +66,6 @@ def current_parameter(full_name: str, one: StreamedParameter) -> nn.Parameter:
 
 
 def _look_at_block(block: StreamedBlock) -> dict[str, tuple[Any, ...]]:
-    count_optimizer_steps()  # torch does not count the writes of a fused optimizer
     return {name: look_at(one) for name, one in block.parameters.items()}
 
 
@@ -183,9 +182,11 @@ class BlockUpkeep:
         self.formats = formats
         self.pending: BlockFormats | None = None  # formats for the next step
         self._device = loader.device.torch_device
+        count_optimizer_steps()  # torch does not count the writes of a fused optimizer
         self._seen = {block.name: _look_at_block(block) for block in blocks}
         self._written: dict[str, Mapping[str, Format]] = {}  # blocks whose bytes are complete, and their formats
         self._unread: set[str] = set()  # blocks whose parameters always count as changed
+        self._sent_from: dict[str, tuple[BlockLayout, Tensor, dict[str, Tensor]]] = {}  # of `_buffers_to_send`
         self._trees = {block.name: BlockTree(block, self._device) for block in blocks}
         if self._training is not None:
             self._training.buffers_to_send = self._buffers_to_send
@@ -312,9 +313,9 @@ class BlockUpkeep:
             parameter = block.parameters[name].parameter
             is_master = self._trains(block, name) and parameter.dtype == torch.float32
             if piece.is_own_type and not is_master:
-                view = piece.parts["data"].view(buffer)
-                if parameter.data_ptr() != view.data_ptr():
-                    parameter.data = view
+                part = piece.parts["data"]
+                if parameter.data_ptr() != buffer.data_ptr() + part.offset:
+                    parameter.data = part.view(buffer)
 
     def _fill(self, block: StreamedBlock, layout: BlockLayout, buffer: Tensor, written: Collection[str]) -> None:
         for name, piece in layout.pieces.items():
@@ -341,7 +342,15 @@ class BlockUpkeep:
         buffer = self._host.buffer(name, layout)
         if buffer is None:
             return {}
-        return {one: piece.parts["data"].view(buffer) for one, piece in layout.pieces.items() if piece.fmt.is_cast}
+        layout_before, buffer_before, views = self._sent_from.get(name, (None, None, {}))
+        if layout is not layout_before or buffer is not buffer_before:
+            views = {one: piece.parts["data"].view(buffer) for one, piece in layout.pieces.items() if piece.fmt.is_cast}
+            self._sent_from[name] = layout, buffer, views
+        return views
+
+    def close(self) -> None:
+        """Let go of the host's memory."""
+        self._sent_from.clear()
 
     def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:
         lost = {*self._host.lost(), *(() if self._training is None else self._training.unencoded)}
@@ -382,8 +391,8 @@ class BlockUpkeep:
         """Names of a block's parameters that have changed since they were last read."""
         if block.name in self._unread:
             return list(block.parameters)
-        now, before = _look_at_block(block), self._seen[block.name]
-        return [] if now == before else [name for name, one in now.items() if one != before[name]]
+        seen = self._seen[block.name]
+        return [name for name, one in block.parameters.items() if look_at(one) != seen[name]]
 
     def unread(self, blocks: Iterable[str] | None = None) -> None:
         """Count every parameter of these blocks (None: of all) as changed."""
@@ -423,10 +432,16 @@ class BlockUpkeep:
 
     def _refuse_thawed_weights(self, block: StreamedBlock) -> None:
         """Refuse a weight that requires gradients now and did not when the stream was opened, or has hooks."""
+        trained = () if self._training is None else self._training.trained_in(block.name)
         for name, one in block.parameters.items():
+            parameter = one.parameter
+            if not parameter.requires_grad or (
+                name in trained and not parameter._backward_hooks and not parameter._post_accumulate_grad_hooks
+            ):
+                continue
             module, local = one.uses[0]
-            if module._parameters.get(local) is one.parameter:  # else `read` refuses
-                self._refuse_thawed(f"{block.name}.{name}", block, one, one.parameter)
+            if module._parameters.get(local) is parameter:  # else `read` refuses
+                self._refuse_thawed(f"{block.name}.{name}", block, one, parameter)
 
     def _refuse_thawed(
         self, full_name: str, block: StreamedBlock, one: StreamedParameter, parameter: nn.Parameter

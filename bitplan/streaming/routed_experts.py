@@ -32,7 +32,13 @@ from bitplan.plan.structure.describe import experts_of
 from bitplan.streaming.find_blocks import BlockLayout, StreamedBlock, StreamedParameter, Train, lay_out
 from bitplan.streaming.options import Experts, StreamRequest, own_format
 from bitplan.streaming.reencode_blocks import current_parameter, look_at
-from bitplan.streaming.saved_tensors import ViewLayout, in_backward, refuse_second_derivatives, save_where_weights_lie
+from bitplan.streaming.saved_tensors import (
+    Spans,
+    ViewLayout,
+    in_backward,
+    refuse_second_derivatives,
+    save_where_weights_lie,
+)
 from bitplan.streaming.transfer.copies import Transfer
 from bitplan.streaming.transfer.devices import Mark
 from bitplan.streaming.transfer.expert_memory import ExpertMemory, ExpertStack
@@ -393,8 +399,8 @@ class SavedExperts:
         return self._experts._loader.serial
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        return self._experts.memory.addresses
+    def spans(self) -> Spans:
+        return self._experts.memory.spans
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         return (self._at, False) if self._experts.memory.is_owner(storage) else None

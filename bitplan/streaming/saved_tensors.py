@@ -17,13 +17,22 @@ Reaching the outer hooks takes a function of torch that is not public (`_top_sav
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from bitplan.base.errors import StreamError
+
+
+class Spans:
+    """Buffers, by the addresses of their first bytes, in order, and of the bytes behind them."""
+
+    def __init__(self, buffers: Iterable[Tensor]) -> None:
+        spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in buffers if one.nbytes)
+        self.starts, self.ends = [start for start, _ in spans], [end for _, end in spans]
 
 
 class StreamedWeights(Protocol):
@@ -34,8 +43,8 @@ class StreamedWeights(Protocol):
         """A number that changes whenever weights or formats may change: at each step."""
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        """First and last address of the memory in which streamed weights lie."""
+    def spans(self) -> Spans:
+        """The memory in which streamed weights lie."""
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         """The block whose weights lie in this storage, and whether the storage is the scratch."""
@@ -75,14 +84,15 @@ def save_where_weights_lie(source: StreamedWeights) -> torch.autograd.graph.save
     A block saves some sixty tensors, and each passes here twice: most are told from weights by their address alone.
     """
     outer = outer_hooks()
-    low, high = source.addresses
+    starts, ends = source.spans.starts, source.spans.ends
 
     def pack(tensor: Tensor) -> Any:
         try:
-            is_near = low <= tensor.data_ptr() < high
+            address = tensor.data_ptr()
         except RuntimeError:  # a sparse tensor; asking for the layout of each would take longer than all else here
-            is_near = False
-        if is_near and (owner := source.owner_of(tensor.untyped_storage().data_ptr())):
+            address = 0
+        at = bisect_right(starts, address) - 1
+        if at >= 0 and address < ends[at] and (owner := source.owner_of(starts[at])):
             layout = ViewLayout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             return SavedWeight(owner[0], owner[1], source.serial, layout)
         return tensor if outer is None else _Passed(outer[0](tensor), outer[1])

@@ -43,7 +43,7 @@ from bitplan.streaming.options import (
 )
 from bitplan.streaming.reencode_blocks import BlockUpkeep, formats_of, lay_out_all, mergeable_in, refuse_unmerging
 from bitplan.streaming.routed_experts import Mixture, RoutedExperts, take_out_experts
-from bitplan.streaming.saved_tensors import check_torch, in_backward, refuse_second_derivatives, save_where_weights_lie
+from bitplan.streaming.saved_tensors import check_torch, in_backward, save_where_weights_lie
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.optimizers import Settings
@@ -152,7 +152,7 @@ class BlockCalls:
         if weights is None:
             weights = self._loader.weights(index, wraps=not block.module.training or self._stream.train == "nothing")
         if grad and self._training is not None:
-            weights = {name: self._leaf(block, name, weight) for name, weight in weights.items()}
+            weights = weights | self._leaves(block, weights, self._training)
         try:
             _put_into_modules(block, weights)
             with save_where_weights_lie(self._loader) if grad and settled is None else nullcontext():
@@ -167,24 +167,16 @@ class BlockCalls:
             self._stream._finite.look_at(index, output)
         return output
 
-    def _leaf(self, block: StreamedBlock, name: str, weight: Tensor) -> Tensor:
-        """Return a leaf of this call's graph, whose gradient goes to the host as soon as it is computed."""
-        recorder, training = self._loader.recorder, self._training
+    def _leaves(self, block: StreamedBlock, weights: Mapping[str, Tensor], training: HostTraining) -> dict[str, Tensor]:
+        """Return leaves of this call's graph, whose gradients go to the host as soon as they are computed."""
+        recorder, leaves = self._loader.recorder, {}
         assert recorder is not None
-        assert training is not None
-        if not (training.trains(block.name, name) and block.parameters[name].parameter.requires_grad):
-            return weight
-        gradients, leaf = training.gradients, weight.detach().requires_grad_()
-
-        def send(done: Tensor) -> None:
-            gradient, done.grad = done.grad, None
-            assert gradient is not None
-            refuse_second_derivatives(f"{block.name}, step {gradients.step}")
-            gradients.note_backward()
-            training.receive(block.name, name, gradient, gradients, recorder)
-
-        leaf.register_post_accumulate_grad_hook(send)
-        return leaf
+        for name in training.trained_in(block.name):
+            if block.parameters[name].parameter.requires_grad:
+                leaf = leaves[name] = weights[name].detach().requires_grad_()
+                receive = functools.partial(training.receive, block.name, name, training.gradients, recorder)
+                leaf.register_post_accumulate_grad_hook(receive)
+        return leaves
 
 
 def _put_into_modules(block: StreamedBlock, weights: Mapping[str, Tensor] | None) -> None:
@@ -715,6 +707,7 @@ class BlockStream:
     def _free(self, error: BaseException | None = None) -> None:
         """Give all memory back and end all threads; this may be called in any state."""
         self._loader.close()
+        self._upkeep.close()
         if self.experts is not None:
             self.experts.close()
         if self.training is not None:

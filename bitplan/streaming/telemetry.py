@@ -15,14 +15,17 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from bitplan.base.logs import JsonLog
 from bitplan.streaming.transfer.copies import Transfer
-from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice
+from bitplan.streaming.transfer.devices import Mark, StreamDevice
 from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 
 ACTIVATIONS = "activations"
@@ -96,13 +99,14 @@ class StepRecorder:
     pinned_peak_bytes: int = 0
     expected_out: int = 0
     _arrived_out: int = 0
-    _out: Counter[str] = field(default_factory=Counter)
+    _out: Counter[torch.dtype] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def copied_out(self, name: str, nbytes: int, copied: Copied) -> None:
+    def copied_out(self, gradients: Collection[Tensor]) -> None:
         with self._lock:
-            self._out[name] += nbytes
-            self._arrived_out += 1
+            for gradient in gradients:
+                self._out[gradient.dtype] += gradient.nbytes
+            self._arrived_out += len(gradients)
 
     def close(self) -> None:
         """End the step; the device may not have reached its marks yet."""
@@ -128,7 +132,7 @@ class StepRecorder:
         stall_ms = sum(self.device.elapsed_ms(*wait) for wait in self.waits)
         step_ms = self.device.elapsed_ms(self.start, self.end)
         with self._lock:
-            out = dict(self._out)
+            out = {str(dtype).removeprefix("torch."): nbytes for dtype, nbytes in self._out.items()}
         if self.sent:
             out[ACTIVATIONS] = sum(nbytes for transfer, nbytes in self.sent if transfer.copied is not None)
         return StreamStepStats(

@@ -24,7 +24,7 @@ from torch import Tensor
 from bitplan.base.errors import StreamError
 from bitplan.base.records import on_failure
 from bitplan.streaming.find_blocks import BlockLayout
-from bitplan.streaming.saved_tensors import ViewLayout, refuse_second_derivatives
+from bitplan.streaming.saved_tensors import Spans, ViewLayout, refuse_second_derivatives
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.transfer.activation_offload import ActivationOffload
@@ -367,8 +367,8 @@ class WeightLoader:
         return self._serial
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        return self.ring.addresses
+    def spans(self) -> Spans:
+        return self.ring.spans
 
     def owner_of(self, storage: int) -> tuple[int, bool] | None:
         owner = None if self._ring is None else self._ring.owner(storage)  # Ctrl-C may leave hooks of a closed stream
@@ -378,7 +378,8 @@ class WeightLoader:
 
     def view(self, block: int, layout: ViewLayout, *, in_scratch: bool, serial: int) -> Tensor:
         self.refuse_stale(self.names[block], serial)
-        refuse_second_derivatives(self.where(block))
+        if torch.is_grad_enabled():
+            refuse_second_derivatives(self.where(block))
         if self.training is not None:
             self.training.gradients.note_backward()
         self._acquire(block, wraps=False)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bitplan.base.errors import BlockNonFiniteError
+from bitplan.streaming.transfer.copies import norms_of
 from bitplan.streaming.transfer.devices import CudaDevice
 from bitplan.streaming.transfer.transfer_limits import RuntimeLimitHints
 from tests.streaming.stream_samples import (
@@ -124,6 +125,15 @@ def test_no_host_synchronisation_in_a_step(offload):
         finally:
             torch.cuda.set_sync_debug_mode("default")
         stream.end_step()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_figures_of_gradients_are_finite_where_all_numbers_are(bad):
+    tensors = [torch.randn(count, device="cuda", dtype=torch.bfloat16) for count in (1, 7, 1000, 300_000)]
+    assert all(figure.isfinite() for figure in norms_of(tensors))
+    for tensor in tensors[1:]:
+        tensor[len(tensor) // 2] = bad
+    assert [bool(one.isfinite()) for one in norms_of(tensors)] == [True, False, False, False]
 
 
 def test_nan_is_found_later():

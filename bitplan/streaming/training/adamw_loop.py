@@ -9,6 +9,7 @@ left to it. States in little memory (see `adamw`) are widened, stepped and made 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -54,16 +55,24 @@ TRIED_WAYS = (
 
 def step_by_loop(tensors: AdamWTensors, rates: AdamWRates) -> None:
     """Do what `step_by_torch` does, to the bit; gradient and `sent` are float32 or bfloat16."""
-    flat = [one.detach().view(-1) for one in tensors if one is not None]
-    end = len(flat[0]) // LANES * LANES
-    if end:
-        master, gradient, first, second, *sent = (_array(one[:end]) for one in flat)
-        target = sent[0] if sent else master
-        arguments = (Cut(master), Cut(gradient), Cut(first), Cut(second), Cut(target), bool(sent), _factors(rates))
-        run(_step, end, NUMBER_NS, *arguments)
-    if end < len(flat[0]):
-        rest = AdamWTensors(*(one[end:] for one in flat))
-        step_by_torch(rest, rates, torch.empty(LANES))
+    loop_of(tensors)(rates, NO_MASTER)
+
+
+def loop_of(tensors: AdamWTensors) -> Callable[[AdamWRates, Tensor], None]:
+    """Return a call that does what `step_by_torch` does with these tensors, for any number of steps."""
+    count, whole = tensors.master.numel(), [one.detach().view(-1) for one in tensors if one is not None]
+    end = count // LANES * LANES
+    master, gradient, first, second, *sent = (Cut(_array(one[:end])) for one in whole)
+    rest = AdamWTensors(*(one[end:] for one in whole))
+
+    def step(rates: AdamWRates, _scratch: Tensor) -> None:
+        if end:
+            target = sent[0] if sent else master
+            run(_step, end, NUMBER_NS, master, gradient, first, second, target, bool(sent), _factors(rates))
+        if end < count:
+            step_by_torch(rest, rates, torch.empty(LANES))
+
+    return step
 
 
 def step_small_by_loop(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:

@@ -48,6 +48,7 @@ from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.base.process_status import ANSWER_WAIT_S
 from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, aligned
 from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
+from bitplan.streaming.saved_tensors import refuse_second_derivatives
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw import AdamWSettings, pieces, setting
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings
@@ -107,22 +108,23 @@ class GradientMemory:
         self._tensors |= {(block, name): part.view(buffer) for name, part in parts.items()}
         return buffer
 
-    def target(self, key: Key, dtype: torch.dtype, *, is_first: bool) -> Tensor:
-        """Return the memory that the device copies a gradient to."""
+    def place(self, key: Key, dtype: torch.dtype) -> Tensor | None:
+        """The memory of a weight's gradient, if the device may copy the first one of a step straight to it."""
         gradient = self._tensors[key]
-        if is_first and self.pinned and gradient.dtype == dtype:
-            return gradient
-        return self.staging[: gradient.numel() * dtype.itemsize].view(dtype).view(gradient.shape)
+        return gradient if self.pinned and gradient.dtype == dtype else None
+
+    def staged(self, gradient: Tensor) -> Tensor:
+        """The memory that the device copies any other gradient to."""
+        return self.staging[: gradient.nbytes].view(gradient.dtype).view(gradient.shape)
 
     def added(self, key: Key, arrived: Tensor, before: Tensor | None) -> Tensor:
-        """The sum of a weight's gradients, after one that has arrived at its `target`."""
-        if before is not None:
-            wide = self.wide(key, before)
-            for into, part in pieces((wide, arrived), NUMBERS_ADDED_AT_A_TIME):
-                into.add_(part)  # another type is widened in memory of this size, which the process has already
-            return wide
-        gradient = self._tensors[key]
-        return gradient if arrived.data_ptr() == gradient.data_ptr() else gradient.copy_(arrived)
+        """The sum of a weight's gradients, after one that was `staged`."""
+        if before is None:
+            return self._tensors[key].copy_(arrived)
+        wide = self.wide(key, before)
+        for into, part in pieces((wide, arrived), NUMBERS_ADDED_AT_A_TIME):
+            into.add_(part)  # another type is widened in memory of this size, which the process has already
+        return wide
 
     def zeros(self, key: Key) -> Tensor:
         """A gradient of a weight that has none in this process and has one in another."""
@@ -180,7 +182,7 @@ class GradientBundle:
 
     block: str
     recorder: StepRecorder
-    gradients: list[tuple[str, Tensor]] = field(default_factory=list)
+    gradients: dict[str, Tensor] = field(default_factory=dict)  # by parameter
     nbytes: int = 0
     due: list[str] = field(default_factory=list)  # with update_in_backward: weights that may be stepped behind them
 
@@ -333,7 +335,8 @@ class HostTraining:
                 name: TrainedWeight(f"{block}.{name}", one, "int8" if small[name] else "float32")
                 for name, one in parameters.items()
             }
-        self._keys = [(block, name) for block, weights in self._weights.items() for name in weights]
+        self._shapes = {(block, name): one.shape for block, of in self._weights.items() for name, one in of.items()}
+        self._keys = list(self._shapes)
         for key, settings in self.settings_now().items():
             self.weight(*key).require_steppable(settings, is_divided=False)
         if isinstance(self.settings, AdamWSettings):
@@ -341,7 +344,7 @@ class HostTraining:
         self._gradient_memory = GradientMemory(device, specs, pinned=options.host == "pinned")
         self._scratch = torch.empty(max(1, min(NUMBERS_AT_A_TIME, self._gradient_memory.staging.nbytes)))
         names = [f"{block}.{name}" for block, name in self._keys]
-        self._flag_of = {name: number for number, name in enumerate(names)}
+        self._flag_of = {key: number for number, key in enumerate(self._keys)}
         self._finite = FiniteCheck(device, names)
         self.failure: Exception | None = None
         self.torn: str | None = None  # why the masters belong to two different steps
@@ -403,11 +406,15 @@ class HostTraining:
 
     def settings_now(self) -> dict[Key, Settings]:
         """The settings of every weight from the next update on, by block and parameter."""
-        common = self.settings.with_lr(self.lr)
-        return {key: self.own_settings.get(key) or common.of(self.weight(*key).shape) for key in self._keys}
+        common, own = self.settings.with_lr(self.lr), self._own_settings
+        return {key: own.get(key) or common.of(shape) for key, shape in self._shapes.items()}
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._weights.get(block, {})
+
+    def trained_in(self, block: str) -> Collection[str]:
+        """The names of a block's trained parameters."""
+        return self._weights.get(block, {}).keys()
 
     def weight(self, block: str, name: str) -> TrainedWeight:
         return self._weights[block][name]
@@ -445,14 +452,17 @@ class HostTraining:
         assert self._open is not None
         return self._open
 
-    def receive(
-        self, block: str, name: str, gradient: Tensor, gradients: StepGradients, recorder: StepRecorder
-    ) -> None:
-        """Take a gradient from the device; called in backward, returns at once unless too many are waiting.
+    def receive(self, block: str, name: str, gradients: StepGradients, recorder: StepRecorder, leaf: Tensor) -> None:
+        """Take the gradient of a leaf from the device; called in backward, and returns at once unless too many wait.
 
         A call of the gradient thread takes the host as long as some megabytes take on the bus, so small gradients of a
         block go together.
         """
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        if torch.is_grad_enabled():
+            refuse_second_derivatives(f"{block}, step {gradients.step}")
+        gradients.note_backward()
         early = gradients.early.get(block)
         if early is not None and name in early.seen:
             raise StreamError(
@@ -462,11 +472,13 @@ class HostTraining:
         gradient = gradient.contiguous()
         recorder.expected_out += 1
         gradients.expected += 1
-        self._finite.look_at(self._flag_of[f"{block}.{name}"], gradient)
-        if gradients.bundle is not None and gradients.bundle.block != block:
+        bundle = gradients.bundle
+        if bundle is not None and (bundle.block != block or name in bundle.gradients):
             self._hand_over(gradients)
-        bundle = gradients.bundle = gradients.bundle or GradientBundle(block, recorder)
-        bundle.gradients.append((name, gradient))
+            bundle = None
+        if bundle is None:
+            bundle = gradients.bundle = GradientBundle(block, recorder)
+        bundle.gradients[name] = gradient
         bundle.nbytes += gradient.nbytes
         is_last = self.updates_early and self._count(bundle, name, gradients)
         if is_last or bundle.nbytes >= self._bundle_bytes:
@@ -477,8 +489,11 @@ class HostTraining:
         bundle, gradients.bundle = gradients.bundle, None
         if bundle is None:
             return
-        block, update, after = bundle.block, gradients.update, self._device.mark()
-        what = f"{block}.{bundle.gradients[-1][0]}, step {gradients.step}: gradient"
+        block, update = bundle.block, gradients.update
+        filled = {name: one for name, one in bundle.gradients.items() if one.numel()}
+        self._finite.look_at_gradients([self._flag_of[block, name] for name in filled], list(filled.values()))
+        after = self._device.mark()
+        what = f"{block}.{next(reversed(bundle.gradients))}, step {gradients.step}: gradient"
         flags = self._finite.send(gradients.step) if bundle.due else None
 
         def take() -> None:
@@ -586,41 +601,35 @@ class HostTraining:
                     "that after the step's last backward"
                 )
             gradients.apply_factor()  # of clipping before this backward
-            memory, direct = gradients.memory, dict[Key, tuple[Tensor, Tensor]]()
-            for name, gradient in bundle.gradients:
+            memory, sums = gradients.memory, gradients.sums
+            direct, staged = dict[Key, Tensor](), dict[Key, Tensor]()
+            pairs = []
+            for name, gradient in bundle.gradients.items():
                 key = bundle.block, name
-                before = gradients.sums.get(key)
-                is_first = before is None and key not in direct
-                target = memory.target(key, gradient.dtype, is_first=is_first)
-                if target.data_ptr() != memory.staging.data_ptr():
-                    direct[key] = target, gradient
-                    continue
-                self._copy_out(direct, gradients, after, bundle.recorder)
-                self._copy_out({key: (target, gradient)}, gradients, after, bundle.recorder)
-            self._copy_out(direct, gradients, after, bundle.recorder)
+                place = None if key in sums else memory.place(key, gradient.dtype)
+                if place is None:
+                    staged[key] = gradient
+                else:
+                    direct[key] = place
+                    pairs.append((place, gradient))
+            if pairs:
+                self._copy_out(pairs, after)
+                sums.update(direct)
+            for key, gradient in staged.items():
+                target = memory.staged(gradient)
+                self._copy_out([(target, gradient)], after)
+                sums[key] = memory.added(key, target, sums.get(key))
+            gradients.arrived += len(bundle.gradients)
+            bundle.recorder.copied_out(bundle.gradients.values())
         except Exception as error:
             gradients.failure = gradients.failure or _named(error, what)
         except BaseException as error:
             gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
             raise
 
-    def _copy_out(
-        self,
-        pairs: dict[Key, tuple[Tensor, Tensor]],
-        gradients: StepGradients,
-        after: Mark,
-        recorder: StepRecorder,
-    ) -> None:
-        """Copy gradients, each of another weight, from the device to their targets, and empty `pairs`."""
-        if not pairs:
-            return
-        copied = self._device.copy_all_out(list(pairs.values()), after)
-        self._device.finish(copied.end)
-        for key, (target, gradient) in pairs.items():
-            recorder.copied_out(str(gradient.dtype).removeprefix("torch."), gradient.nbytes, copied)
-            gradients.sums[key] = gradients.memory.added(key, target, gradients.sums.get(key))
-            gradients.arrived += 1
-        pairs.clear()
+    def _copy_out(self, pairs: Sequence[tuple[Tensor, Tensor]], after: Mark) -> None:
+        """Copy gradients from the device to targets on the host, and wait until they are there."""
+        self._device.finish(self._device.copy_all_out(pairs, after).end)
 
     def arrived(self) -> list[Tensor]:
         """The gradients of the open step, in the order of the weights, when all of them are on the host."""
@@ -956,6 +965,8 @@ class HostTraining:
             self.processes.leave(error)
         for worker in (self._gradients, self._updates):
             worker.stop(self._timeout_s)
+        for weight in self.trained().values():
+            weight.forget_prepared()
         self._gradient_memory.close()
 
 

@@ -19,7 +19,8 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -51,12 +52,16 @@ _log = logging.getLogger("bitplan")
 
 def step_adamw(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> None:
     """Step the master and its moments in place; `scratch` is float32, of any size, and so torch's pieces are."""
-    if explain_adamw(tensors).implementation == "torch":
-        step_by_torch(tensors, rates, scratch)
-        return
-    from bitplan.streaming.training.adamw_loop import step_by_loop
+    adamw_of(tensors)(rates, scratch)
 
-    step_by_loop(tensors, rates)
+
+def adamw_of(tensors: AdamWTensors) -> Callable[[AdamWRates, Tensor], None]:
+    """Return `step_adamw` of these tensors, for any number of steps: what it asks of them is asked once."""
+    if explain_adamw(tensors).implementation == "torch":
+        return functools.partial(step_by_torch, tensors)
+    from bitplan.streaming.training.adamw_loop import loop_of
+
+    return loop_of(tensors)
 
 
 def step_small(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
@@ -144,6 +149,18 @@ def _step_small_weights(small: list[tuple[TrainedWeight, AdamWTensors, AdamWRate
     small.clear()
 
 
+@dataclass(eq=False)
+class _Prepared:
+    """AdamW of one weight: master, states, gradient and what is sent, and what a step makes of these."""
+
+    wholes: tuple[Tensor | None, ...]
+    tensors: AdamWTensors
+
+    @functools.cached_property
+    def step(self) -> Callable[[AdamWRates, Tensor], None]:
+        return adamw_of(self.tensors)
+
+
 class TrainedWeight:
     """One weight: its master, the states of its optimizer, and how often it was stepped."""
 
@@ -159,6 +176,7 @@ class TrainedWeight:
         self._processes: Processes | None = None
         self.owner: int | None = None  # the process that steps all of the weight, where the optimizer needs it whole
         self._states: tuple[Tensor, Tensor] | SmallMoments | None = None
+        self._prepared: _Prepared | None = None  # the last step
         self._optimizer: torch.optim.Optimizer | None = None
         self._remainder: Tensor | None = None
         self._master: Tensor | None = None
@@ -284,14 +302,13 @@ class TrainedWeight:
         factor: float = 1.0,
     ) -> None:
         """Step the master by its gradient, times `factor`, and copy it to `sent`; `scratch` is float32, of any size."""
-        part = self._slice(gradient)
         if isinstance(settings, HostOptimizer):
             if not self._is_elsewhere:
-                self._step_by(settings, part, factor)
+                self._step_by(settings, self._slice(gradient), factor)
             if sent is not None:
                 sent.view(-1).copy_(self._numbers)
-        elif part.numel():
-            self._step_by_adamw(part, self.rates(settings, factor), scratch, sent)
+        elif self._slice(gradient).numel():
+            self._step_by_adamw(gradient, self.rates(settings, factor), scratch, sent)
         self.note_step()
 
     def rates(self, settings: AdamWSettings, factor: float) -> AdamWRates:
@@ -304,12 +321,22 @@ class TrainedWeight:
         if not is_small or self._processes is not None:
             return None
         self.make_states()
-        return None if isinstance(self._states, SmallMoments) else self._tensors(gradient.view(-1), sent)
-
-    def _tensors(self, gradient: Tensor, sent: Tensor | None) -> AdamWTensors:
         assert self._states is not None
-        assert not isinstance(self._states, SmallMoments)
-        return AdamWTensors(self._numbers, gradient, *self._states, None if sent is None else sent.view(-1))
+        return None if isinstance(self._states, SmallMoments) else self._prepare(gradient, sent, self._states).tensors
+
+    def _prepare(self, gradient: Tensor, sent: Tensor | None, states: tuple[Tensor, Tensor]) -> _Prepared:
+        """AdamW's step with these tensors, which most steps share with the step before."""
+        wholes = self._master, *states, gradient, sent
+        before = self._prepared
+        if before is None or any(one is not other for one, other in zip(wholes, before.wholes, strict=True)):
+            flat = None if sent is None else sent.view(-1)
+            tensors = AdamWTensors(self._numbers, self._slice(gradient), *states, flat)
+            before = self._prepared = _Prepared(wholes, tensors)
+        return before
+
+    def forget_prepared(self) -> None:
+        """Let go of the memory of gradients and of what is sent."""
+        self._prepared = None
 
     def note_step(self) -> None:
         """Count a step that was done; what is sent from the Parameter gets it."""
@@ -319,15 +346,15 @@ class TrainedWeight:
 
     def _step_by_adamw(self, gradient: Tensor, rates: AdamWRates, scratch: Tensor, sent: Tensor | None) -> None:
         self.make_states()
+        assert self._states is not None
         if not isinstance(self._states, SmallMoments):
-            step_adamw(self._tensors(gradient, sent), rates, scratch)
+            self._prepare(gradient, sent, self._states).step(rates, scratch)
             return
         numbers = self._numbers if self._remainder is None else self._slice(self._parameter)
         is_whole = self._processes is None or self.owner is not None
         start = 0 if is_whole or self._processes is None else self._processes.slice_start(self.shared)
-        step_small(
-            SmallTensors(numbers, self._remainder, gradient, self._states), rates, f"{self.name} {rates.step}", start
-        )
+        tensors = SmallTensors(numbers, self._remainder, self._slice(gradient), self._states)
+        step_small(tensors, rates, f"{self.name} {rates.step}", start)
         if sent is not None and sent.data_ptr() != numbers.data_ptr():
             sent.view(-1).copy_(self._numbers)
 

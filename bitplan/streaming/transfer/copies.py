@@ -13,11 +13,12 @@ and its use.
 
 FiniteCheck detects NaN and infinity without waiting for the device: 0 times the sum of a block's output is added to a
 number on the device, which is sent to the host at the end of the step. The first such block, in forward order, is the
-cause.
+cause. Gradients are looked at some at a time, on a GPU in three kernels for all of them.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -103,6 +104,11 @@ class FiniteCheck:
         for tensor in _float_tensors(output):  # detached: Ctrl-C could leave torch.no_grad() on for the rest of the run
             self._by_block[block].add_(tensor.detach().sum(dtype=torch.float32), alpha=0)  # infinity times 0 is NaN
 
+    def look_at_gradients(self, numbers: Sequence[int], gradients: list[Tensor]) -> None:
+        """Note which gradients, of different names and none without numbers, are finite; they must have no graph."""
+        figures = norms_of(gradients) if self._flags.is_cuda else sums_of(gradients)
+        torch._foreach_add_([self._by_block[number] for number in numbers], figures, alpha=0)
+
     def send(self, step: int) -> SentFlags:
         """Send the step's flags to the host."""
         host = torch.empty(len(self._names), pin_memory=self._flags.is_cuda)
@@ -135,6 +141,16 @@ class FiniteCheck:
         """The names whose flags are not finite; waits until they have arrived."""
         self._device.finish(sent.mark)
         return [name for name, flag in zip(self._names, sent.flags.isfinite().tolist(), strict=True) if not flag]
+
+
+def norms_of(tensors: list[Tensor]) -> list[Tensor]:
+    """The largest magnitude of each tensor: NaN or infinity where it holds one. Two kernels on a GPU for all."""
+    return list(torch._foreach_norm(tensors, math.inf, dtype=torch.float32))
+
+
+def sums_of(tensors: list[Tensor]) -> list[Tensor]:
+    """Sums, which are NaN or infinite too; on a CPU they take a fifth of the time of `norms_of`."""
+    return [one.sum(dtype=torch.float32) for one in tensors]
 
 
 def _float_tensors(output: Any) -> Iterator[Tensor]:

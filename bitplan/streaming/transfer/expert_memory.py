@@ -27,6 +27,7 @@ from torch import Tensor
 from bitplan.base.errors import TransferError
 from bitplan.base.records import on_failure
 from bitplan.streaming.find_blocks import BlockLayout, aligned
+from bitplan.streaming.saved_tensors import Spans
 from bitplan.streaming.transfer.copies import Transfer
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
 
@@ -83,8 +84,7 @@ class ExpertMemory:
                 self.slots.append(ExpertSlot(buffer, device.mark()))
             self.resize_cache(cache_bytes)
         self._by_storage = {slot.buffer.untyped_storage().data_ptr(): slot for slot in self.slots}
-        starts = [slot.buffer.data_ptr() for slot in self.slots]
-        self.addresses = min(starts), max(starts) + size
+        self.spans = Spans(slot.buffer for slot in self.slots)
 
     @property
     def nbytes(self) -> int:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from bitplan.base.records import on_failure
 from bitplan.streaming.find_blocks import BlockLayout
-from bitplan.streaming.saved_tensors import ViewLayout
+from bitplan.streaming.saved_tensors import Spans, ViewLayout
 from bitplan.streaming.transfer.copies import Transfer, Worker
 from bitplan.streaming.transfer.devices import Copied, Mark, StreamDevice
 from bitplan.streaming.transfer.host_memory import HostBlocks, exact_buffer
@@ -151,6 +151,7 @@ class SlotRing:
         self.device, self.slot_bytes = device, slot_bytes
         self.scratch_bytes, self.resident_bytes = scratch_bytes, dict(resident)
         self._buffers: list[Tensor] = []
+        self._spans: Spans | None = None  # of these buffers
         with on_failure(self.close):
             self.scratch = self._buffer(scratch_bytes, "the scratch for decoded weights")
             self.slots = [
@@ -188,10 +189,10 @@ class SlotRing:
         }
 
     @property
-    def addresses(self) -> tuple[int, int]:
-        """The addresses from the first to behind the last byte of all buffers; other memory may lie between them."""
-        spans = [(buffer.data_ptr(), buffer.nbytes) for buffer in self._buffers]
-        return min(start for start, _ in spans), max(start + nbytes for start, nbytes in spans)
+    def spans(self) -> Spans:
+        if self._spans is None:
+            self._spans = Spans(self._buffers)
+        return self._spans
 
     @property
     def slot_blocks(self) -> list[int | None]:
@@ -231,8 +232,7 @@ class SlotRing:
         """A resident block is decoded into the common scratch from now on."""
         slot = self.resident[block]
         if slot.scratch is not None:
-            self._buffers = [buffer for buffer in self._buffers if buffer is not slot.scratch]
-            self.device.give_back(slot.scratch)
+            self._drop(slot.scratch)
             del self._by_scratch[slot.scratch.untyped_storage().data_ptr()]
             slot.scratch, slot.is_decoded = None, False
 
@@ -241,8 +241,7 @@ class SlotRing:
         old = self.resident.pop(block)
         scratch = old.scratch
         self._release(old)
-        self._buffers = [buffer for buffer in self._buffers if buffer is not old.buffer]
-        self.device.give_back(old.buffer)
+        self._drop(old.buffer)
         del self._by_storage[old.buffer.untyped_storage().data_ptr()]
         del old  # freed before the new one: both may not fit together
         slot = RingSlot(self._buffer(nbytes, f"resident block {block}"), self.device.mark(), scratch=scratch)
@@ -265,7 +264,13 @@ class SlotRing:
     def _buffer(self, nbytes: int, what: str) -> Tensor:
         buffer = self.device.allocate(nbytes, what)
         self._buffers.append(buffer)
+        self._spans = None
         return buffer
+
+    def _drop(self, dropped: Tensor) -> None:
+        self._buffers = [buffer for buffer in self._buffers if buffer is not dropped]
+        self._spans = None
+        self.device.give_back(dropped)
 
 
 class Uploader:

@@ -151,7 +151,7 @@ def test_what_torch_does_and_why(count, gradient, sent, reason):
 @pytest.mark.usefixtures("needs_bits")
 def test_large_weights_take_the_loop(monkeypatch):
     taken = []
-    monkeypatch.setattr(adamw_loop, "step_by_loop", lambda *given: taken.append(given))
+    monkeypatch.setattr(adamw_loop, "loop_of", lambda tensors: lambda *given: taken.append((tensors, given)))
     step_adamw(tensors_of(2**16, torch.bfloat16, None), AdamWRates(1e-3, (0.9, 0.99), 1e-8, 0.0, 1), torch.empty(1))
     assert len(taken) == 1
 
