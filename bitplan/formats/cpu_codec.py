@@ -56,9 +56,10 @@ from bitplan.base.loops.vectors import (
 from bitplan.formats import codec as definition
 from bitplan.formats.encoded import Encoded
 from bitplan.formats.format import Format
-from bitplan.formats.gguf.blocks import GgufBlocks, GgufMxfp4
+from bitplan.formats.gguf.blocks import GgufBlocks, GgufMxfp4, GgufVectors
 from bitplan.formats.gguf.cpu_block_search import CompiledSearch
-from bitplan.formats.gguf.cpu_vector_search import CompiledVectors
+from bitplan.formats.gguf.cpu_vector_search import CompiledVectors, decode_vectors, reading_of
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.formats.registry import get_format
 from bitplan.formats.scale_rules import reciprocal
@@ -779,6 +780,23 @@ def _decode_gguf_blocks(encoded: Encoded, dtype: torch.dtype) -> Tensor:
     return out
 
 
+def _decode_gguf_vectors(encoded: Encoded, dtype: torch.dtype) -> Tensor:
+    assert isinstance(encoded.fmt, GgufVectors)
+    layout = encoded.fmt.vectors
+    out = torch.empty(encoded.shape, dtype=dtype)
+    raw = encoded.data.reshape(-1, layout.block_bytes)
+    halves = layout.halves(raw).float()
+    settings = (*reading_of(layout), layout.width, layout.group)
+    write = _writer(out.view(-1), layout.numbers)
+
+    def work(piece: slice) -> None:
+        for run, run_out in write(piece):
+            decode_vectors(_array(raw[run]), _array(halves[run]), *settings, run_out)
+
+    on_threads(work, _pieces(len(raw), layout.numbers))
+    return out
+
+
 @functools.cache
 def _planes(name: str) -> Array:
     """The planes of a layout, [planes, 4], as `decode_gguf_blocks` takes them."""
@@ -901,4 +919,5 @@ DECODERS: dict[str, Decoder] = {
     "mxfp4_gguf": _decoder(decode_mxfp4_gguf),
     "nvfp4": _decoder(decode_nvfp4),
     **dict.fromkeys(LAYOUTS, _decode_gguf_blocks),
+    **dict.fromkeys(VECTOR_LAYOUTS, _decode_gguf_vectors),
 }

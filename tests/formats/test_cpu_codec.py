@@ -14,6 +14,7 @@ from bitplan.base.errors import FormatError, NonFiniteError
 from bitplan.formats import Encoded, cpu_codec, get_format
 from bitplan.formats.cpu_codec import DECODERS, ENCODERS
 from bitplan.formats.dispatch import explain_decode
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS
 from tests.processes import Program
 
@@ -65,11 +66,14 @@ def every_scale(fmt):
     return torch.tensor(words + [word - 0x8000 for word in words], dtype=torch.int16).view(dtype)
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+IN_BLOCKS = LAYOUTS | VECTOR_LAYOUTS
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_any_bytes_of_ggufs_blocks_decode_alike(name, dtype):
     generator = torch.Generator().manual_seed(0)
-    width = 512 // LAYOUTS[name].numbers * LAYOUTS[name].block_bytes
+    width = 512 // IN_BLOCKS[name].numbers * IN_BLOCKS[name].block_bytes
     raw = torch.randint(0, 256, (260, width), generator=generator, dtype=torch.uint8)
     encoded = Encoded(get_format(name), (260, 512), raw)
     ours, definition = DECODERS[name](encoded, dtype), formats.decode(encoded, dtype)
@@ -78,7 +82,7 @@ def test_any_bytes_of_ggufs_blocks_decode_alike(name, dtype):
     assert explain_decode(encoded).implementation == "numba"
 
 
-@pytest.mark.parametrize("name", sorted(DECODERS.keys() - LAYOUTS.keys()))
+@pytest.mark.parametrize("name", sorted(DECODERS.keys() - IN_BLOCKS.keys()))
 def test_every_code_under_every_scale_decodes_alike(name):
     fmt = get_format(name)
     scales = every_scale(fmt)
@@ -96,7 +100,7 @@ def test_every_code_under_every_scale_decodes_alike(name):
         assert bool((same | nan).all())  # which NaN it is may depend on the place of a number in torch's own loops
 
 
-@pytest.mark.cross("name", sorted(DECODERS.keys() - LAYOUTS.keys()))
+@pytest.mark.cross("name", sorted(DECODERS.keys() - IN_BLOCKS.keys()))
 @pytest.mark.cross("shape", [(1, 128), (3, 256), (129, 128), (128,), (2, 5, 128), (8, 32, 3, 4), (0, 128)])
 @pytest.mark.cross("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decodes_every_shape_alike(name, shape, dtype):
@@ -221,7 +225,7 @@ def small_pieces(monkeypatch):
     torch.set_num_threads(before)
 
 
-@pytest.mark.cross("name", sorted(ENCODERS.keys() | (DECODERS.keys() - LAYOUTS.keys())))
+@pytest.mark.cross("name", sorted(ENCODERS.keys() | (DECODERS.keys() - IN_BLOCKS.keys())))
 @pytest.mark.cross("threads", [1, 2, 5])
 @pytest.mark.cross("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("small_pieces")

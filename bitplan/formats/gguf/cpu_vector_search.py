@@ -1,4 +1,5 @@
-"""The nearest vectors of IQ2's and IQ3's blocks by compiled loops: the bits of `TorchVectors` in `formats.gguf.grids`.
+"""IQ2's and IQ3's blocks by compiled loops: the nearest vectors with the bits of `TorchVectors` in
+`formats.gguf.grids`, and numbers with those of `VectorLayout.decode`.
 
 Sums are made for all halves of a vector (64 or 81) and not for all vectors; vectors lie by their first half, and a
 first half is passed over where even the best second half could not make it the least. Importing this module imports
@@ -9,6 +10,7 @@ numba.
 from __future__ import annotations
 
 import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor
 
 from bitplan.base.loops.jit import compiled, inlined, on_threads
+from bitplan.base.loops.vectors import concatenate, load, store
 from bitplan.formats.gguf.cpu_block_search import runs_of
-from bitplan.formats.gguf.grids import Found, VectorLayout, codebook
+from bitplan.formats.gguf.grids import NUMBERS, Found, VectorLayout, codebook, ninth_sign, signs_of
 
-F32 = np.float32
+F32, U32 = np.float32, np.uint32
 ZERO = F32(0)
 Array = np.ndarray[Any, Any]
 
@@ -52,7 +55,84 @@ class CompiledVectors:
         return Found(vectors, signs, vv, xv)
 
 
+@functools.cache
+def reading_of(layout: VectorLayout) -> tuple[Array, Array, Array, Any]:
+    """What `decode_vectors` reads blocks by: where parts lie, the vectors, signs of a byte or of seven bits, and
+    the smallest multiple.
+    """
+    starts = itertools.accumulate((size for _, size in layout.parts), initial=0)
+    at = dict(zip((name for name, _ in layout.parts), starts, strict=False))
+    mixed, step = at.get("mixed"), NUMBERS // layout.width // 8
+    parts = {
+        "vectors": at.get("vectors", mixed),
+        "vectors_apart": 8 if "mixed" in at else step,  # bytes from those of 32 numbers to the next
+        "words": at.get("words", None if mixed is None else mixed + 4),
+        "words_apart": 8 if "mixed" in at else 4,
+        **{name: at.get(name) for name in ("pairs", "high", "signs", "scales")},
+    }
+    bits = torch.arange(256, dtype=torch.uint8)
+    signs = signs_of(bits if not layout.even else ninth_sign(bits & 127)).reshape(256, 8).numpy()
+    where = np.array([-1 if start is None else start for start in parts.values()], np.int64)
+    return where, codebook(layout.ggml_type).numbers.numpy().ravel(), signs.ravel(), F32(layout.unit)
+
+
 # ---- compiled ------------------------------------------------------------------------------------------------------
+
+
+@compiled
+def decode_vectors(raw, halves, where, book, signs, unit, width, group, out):
+    """Decode blocks of 256 numbers: d x multiple of the group x the vector's numbers x their signs.
+
+    halves   d of each block in float32
+    where    see `reading_of`; -1 for a part that these blocks have not
+    """
+    vectors, vectors_apart, words, words_apart = where[0], where[1], where[2], where[3]
+    pairs, high, minus, scales = where[4], where[5], where[6], where[7]
+    block_bytes = raw.size // halves.size
+    for block in range(halves.size):
+        base = block * block_bytes
+        for eight in range(32):
+            part, lane = eight >> 2, eight & 3
+            word = U32(0)
+            if words >= 0:
+                at = base + words + words_apart * part
+                word = (
+                    U32(raw[at])
+                    | U32(raw[at + 1]) << U32(8)
+                    | U32(raw[at + 2]) << U32(16)
+                    | U32(raw[at + 3]) << U32(24)
+                )
+            if scales >= 0:
+                index = eight * 8 // group
+                stored = (raw[base + scales + (index >> 1)] >> (4 * (index & 1))) & 15
+            else:
+                stored = word >> U32(28)
+            if minus >= 0:
+                bits = np.int64(raw[base + minus + eight])
+            elif pairs >= 0:
+                bits = np.int64(raw[base + pairs + 2 * eight + 1] >> 1)
+            else:
+                bits = np.int64((word >> U32(7 * lane)) & U32(127))
+            step = halves[block] * ((F32(stored) * F32(2) + F32(1)) * unit)
+            target = 256 * block + 8 * eight
+            if width == 8:
+                if pairs >= 0:
+                    vector = (
+                        np.int64(raw[base + pairs + 2 * eight]) | np.int64(raw[base + pairs + 2 * eight + 1] & 1) << 8
+                    )
+                else:
+                    vector = np.int64(raw[base + vectors + vectors_apart * part + lane])
+                    if high >= 0:
+                        vector |= np.int64((raw[base + high + part] >> (2 * lane)) & 3) << 8
+                numbers = load(book, 8 * vector, 8)
+            else:
+                at = base + vectors + vectors_apart * part + 2 * lane
+                first, second = np.int64(raw[at]), np.int64(raw[at + 1])
+                if high >= 0:
+                    first |= np.int64((raw[base + high + part] >> (2 * lane)) & 1) << 8
+                    second |= np.int64((raw[base + high + part] >> (2 * lane + 1)) & 1) << 8
+                numbers = concatenate(load(book, 4 * first, 4), load(book, 4 * second, 4))
+            store(out, target, step * numbers * load(signs, 8 * bits, 8))
 
 
 @compiled

@@ -116,7 +116,7 @@ class VectorLayout(RowOfParts):
             parts |= {"vectors": both[:, :, :4].flatten(1), "words": both[:, :, 4:].flatten(1)}
         if "pairs" in parts:
             pairs = _from_bytes(parts["pairs"], 2)
-            vectors, signs = (pairs & 511).int(), _ninth_sign(pairs >> 9)
+            vectors, signs = (pairs & 511).int(), ninth_sign(pairs >> 9)
         else:
             vectors = parts["vectors"].int()
             if "high" in parts:
@@ -125,7 +125,7 @@ class VectorLayout(RowOfParts):
         if "words" in parts:
             words = _from_bytes(parts["words"], 4)
             fields = [words >> 7 * index & 127 for index in range(4)]
-            signs, scales = _ninth_sign(_stacked(fields)), (words >> 28).to(raw.dtype)
+            signs, scales = ninth_sign(_stacked(fields)), (words >> 28).to(raw.dtype)
         else:
             scales = Plane(4, 1).unpack(parts["scales"])
         return VectorParts(vectors, signs, floats(parts["d"]), scales)
@@ -169,7 +169,7 @@ def _stacked(fields: list[Tensor]) -> Tensor:
     return torch.stack(fields, dim=2).flatten(1)
 
 
-def _ninth_sign(seven: Tensor) -> Tensor:
+def ninth_sign(seven: Tensor) -> Tensor:
     """Seven bits and the eighth that makes their number even, as a byte."""
     import torch
 
