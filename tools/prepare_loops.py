@@ -91,8 +91,7 @@ def compile_packed() -> None:
     for name in cpu_fused.BLOCKS:
         for padded in (32, 4096):
             cpu_blocks.integers_of(name, padded)
-        if cpu_blocks.has_panels(name, 4096, 4096):
-            cpu_blocks.many_inputs(name)
+        cpu_blocks.many_inputs(name)
     for name in set(cpu_fused.OF_INTEGERS) - set(cpu_fused.BLOCKS):
         cpu_integers.few_inputs(name), cpu_integers.many_inputs(name)
     cpu_integers.rounded_rows()

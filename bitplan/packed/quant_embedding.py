@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.formats import Encoded, get_format
-from bitplan.formats.dispatch import decode
+from bitplan.formats.dispatch import decode, parts_of
 from bitplan.formats.elements import dtype_name
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.product_strategy import LayerError, check_packed, check_tensor
@@ -21,11 +21,12 @@ def embedding_rows(
     ids: Tensor, data: Tensor, scales: Tensor | None, base: Tensor | None, fmt: str, cols: int, dtype: torch.dtype
 ) -> Tensor:
     """The rows of a packed matrix [rows, cols] that `ids` [...] name, as numbers [..., cols]."""
-    flat = ids.reshape(-1)
+    flat, count = ids.reshape(-1), data.shape[0]
     # index_select refuses negative ids, as nn.Embedding does; data[flat] would count them from the end.
     data, scales = data.index_select(0, flat), None if scales is None else scales.index_select(0, flat)
     rows = Encoded(get_format(fmt), (flat.numel(), cols), data, scales, base)
-    return decode(rows, dtype).reshape(*ids.shape, cols)
+    with parts_of(count * cols):  # one row, too, is decoded by a compiled loop
+        return decode(rows, dtype).reshape(*ids.shape, cols)
 
 
 @embedding_rows.register_fake

@@ -36,21 +36,17 @@ from bitplan.packed.products.cpu_integers import (
     DOTS,
     IS_X86,
     OFFSETS,
-    OPENED_BLOCK,
-    OPENED_WITH_MINIMA,
-    block_rows,
+    block_rows_of,
     dot_of,
     look_up,
     numbers_at,
     ones_like,
-    open_bytes,
-    open_unsigned,
+    opened_blocks_bytes,
+    quads_bytes,
     rounded_block,
     rounds_quads,
     scale_of_token,
     splat,
-    tiles_of_bytes,
-    tiles_of_unsigned,
     zero_words,
 )
 from bitplan.packed.products.cpu_rows import (
@@ -316,9 +312,9 @@ def _decoder(layout: Layout) -> Any:
 
 
 def _writer(layout: Layout) -> Any:
-    """(address of a block, address, address): its codes as bytes, and the scales and minima of its groups of 32."""
+    """(address of a block, three addresses): its codes as bytes, its groups' scales, and their minima."""
 
-    def emit(writer: VectorWriter, address: Any, to: Any, scales: Any) -> Any:
+    def emit(writer: VectorWriter, address: Any, to: Any, scales: Any, minima: Any) -> Any:
         builder, block = writer.builder, _Block(writer, layout, address)
 
         def store(value: Any, base: Any, offset: int) -> None:
@@ -326,19 +322,23 @@ def _writer(layout: Layout) -> Any:
             builder.store(value, builder.inttoptr(pointer, ir.PointerType(value.type)), align=1)
 
         for k in range(0, layout.numbers, BLOCK):
-            group = ir.Constant(INT32, k // layout.group)
-            store(block.codes(k, 0), to, k)
-            store(builder.extract_element(block.scales, group), scales, k // BLOCK * _opened_size(layout))
-            if block.lows is not None:
-                low = builder.extract_element(block.lows, group)
-                store(low, scales, k // BLOCK * _opened_size(layout) + OPENED_BLOCK)
+            store(block.codes(k, OFFSETS[_many_kind(layout)]), to, k)
+        store(block.scales, scales, 0)
+        if block.lows is not None:
+            store(block.lows, minima, 0)
         return writer.context.get_dummy_value()
 
-    return define(3, lambda _address, _to, _scales: types.void, emit)
+    return define(4, lambda _address, _to, _scales, _minima: types.void, emit)
 
 
-def _opened_size(layout: Layout) -> int:
-    return OPENED_WITH_MINIMA if layout.has_min else OPENED_BLOCK
+def _groups(layout: Layout) -> int:
+    """The groups of 32 numbers."""
+    return BLOCK // layout.group
+
+
+def _many_kind(layout: Layout) -> str:
+    """The kind of codes as bytes for many inputs: one for all whose codes fit, so that inputs are rounded alike."""
+    return "bytes" if layout.table is not None else "unsigned" if layout.has_min else "signed"
 
 
 def _kind(layout: Layout) -> str:
@@ -669,13 +669,16 @@ _iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block, _iq4_xs_tile, _iq4_xs_beside = _steps("
 _q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
 _q4_1_of_32, _q5_0_of_32 = _wide_tile(LAYOUTS["q4_1_gguf"]), _wide_tile(LAYOUTS["q5_0_gguf"])
 _q5_1_of_32, _iq4_nl_of_32 = _wide_tile(LAYOUTS["q5_1_gguf"]), _wide_tile(LAYOUTS["iq4_nl_gguf"])
-_q4_1_written = _writer(LAYOUTS["q4_1_gguf"])
-_q5_0_written = _writer(LAYOUTS["q5_0_gguf"])
-_q5_1_written = _writer(LAYOUTS["q5_1_gguf"])
-_iq4_nl_written = _writer(LAYOUTS["iq4_nl_gguf"])
-_q4_k_written = _writer(LAYOUTS["q4_k_gguf"])
-_q5_k_written = _writer(LAYOUTS["q5_k_gguf"])
-_iq4_xs_written = _writer(LAYOUTS["iq4_xs_gguf"])
+_q4_1_written, _q5_0_written = _writer(LAYOUTS["q4_1_gguf"]), _writer(LAYOUTS["q5_0_gguf"])
+_q5_1_written, _iq4_nl_written = _writer(LAYOUTS["q5_1_gguf"]), _writer(LAYOUTS["iq4_nl_gguf"])
+_q2_k_written, _q3_k_written = _writer(LAYOUTS["q2_k_gguf"]), _writer(LAYOUTS["q3_k_gguf"])
+_q4_k_written, _q5_k_written = _writer(LAYOUTS["q4_k_gguf"]), _writer(LAYOUTS["q5_k_gguf"])
+_q6_k_written, _iq4_xs_written = _writer(LAYOUTS["q6_k_gguf"]), _writer(LAYOUTS["iq4_xs_gguf"])
+_rows_of_bytes = block_rows_of("bytes", has_minima=False, groups=1)
+_rows_of_signed = block_rows_of("signed", has_minima=False, groups=1)
+_rows_of_signed_16 = block_rows_of("signed", has_minima=False, groups=2)
+_rows_of_unsigned = block_rows_of("unsigned", has_minima=True, groups=1)
+_rows_of_unsigned_16 = block_rows_of("unsigned", has_minima=True, groups=2)
 
 
 def _q4_1(job):
@@ -695,7 +698,7 @@ def _q4_1_wide(job):
 
 
 def _q4_1_panels(job):
-    block_rows(job, _q4_1_written, 32, 20, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
+    _rows_of_unsigned(job, _q4_1_written, 32, 20)
 
 
 def _q5_0(job):
@@ -715,7 +718,7 @@ def _q5_0_wide(job):
 
 
 def _q5_0_panels(job):
-    block_rows(job, _q5_0_written, 32, 22, OPENED_BLOCK, open_bytes, tiles_of_bytes)
+    _rows_of_signed(job, _q5_0_written, 32, 22)
 
 
 def _q5_1(job):
@@ -735,7 +738,7 @@ def _q5_1_wide(job):
 
 
 def _q5_1_panels(job):
-    block_rows(job, _q5_1_written, 32, 24, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
+    _rows_of_unsigned(job, _q5_1_written, 32, 24)
 
 
 def _iq4_nl(job):
@@ -755,7 +758,7 @@ def _iq4_nl_wide(job):
 
 
 def _iq4_nl_panels(job):
-    block_rows(job, _iq4_nl_written, 32, 18, OPENED_BLOCK, open_bytes, tiles_of_bytes)
+    _rows_of_bytes(job, _iq4_nl_written, 32, 18)
 
 
 def _q2_k(job):
@@ -770,6 +773,10 @@ def _q2_k_integers(job):
     _integer_products(job, _q2_k_tile, _q2_k_beside, 256, 84)
 
 
+def _q2_k_panels(job):
+    _rows_of_unsigned_16(job, _q2_k_written, 256, 84)
+
+
 def _q3_k(job):
     _products(job, _q3_k_4x1, _q3_k_2x4, 256, 110)
 
@@ -780,6 +787,10 @@ def _q3_k_decoded(job):
 
 def _q3_k_integers(job):
     _integer_products(job, _q3_k_tile, _q3_k_beside, 256, 110)
+
+
+def _q3_k_panels(job):
+    _rows_of_signed_16(job, _q3_k_written, 256, 110)
 
 
 def _q4_k(job):
@@ -795,7 +806,7 @@ def _q4_k_integers(job):
 
 
 def _q4_k_panels(job):
-    block_rows(job, _q4_k_written, 256, 144, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
+    _rows_of_unsigned(job, _q4_k_written, 256, 144)
 
 
 def _q5_k(job):
@@ -811,7 +822,7 @@ def _q5_k_integers(job):
 
 
 def _q5_k_panels(job):
-    block_rows(job, _q5_k_written, 256, 176, OPENED_WITH_MINIMA, open_unsigned, tiles_of_unsigned)
+    _rows_of_unsigned(job, _q5_k_written, 256, 176)
 
 
 def _q6_k(job):
@@ -824,6 +835,10 @@ def _q6_k_decoded(job):
 
 def _q6_k_integers(job):
     _integer_products(job, _q6_k_tile, _q6_k_beside, 256, 210)
+
+
+def _q6_k_panels(job):
+    _rows_of_signed_16(job, _q6_k_written, 256, 210)
 
 
 def _iq4_xs(job):
@@ -839,20 +854,20 @@ def _iq4_xs_integers(job):
 
 
 def _iq4_xs_panels(job):
-    block_rows(job, _iq4_xs_written, 256, 136, OPENED_BLOCK, open_bytes, tiles_of_bytes)
+    _rows_of_bytes(job, _iq4_xs_written, 256, 136)
 
 
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
-    "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers),
-    "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers, _q4_1_wide),
-    "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers, _q5_0_wide),
-    "q5_1_gguf": (_q5_1, _q5_1_decoded, _q5_1_integers, _q5_1_wide),
-    "iq4_nl_gguf": (_iq4_nl, _iq4_nl_decoded, _iq4_nl_integers, _iq4_nl_wide),
-    "q2_k_gguf": (_q2_k, _q2_k_decoded, _q2_k_integers),
-    "q3_k_gguf": (_q3_k, _q3_k_decoded, _q3_k_integers),
-    "q4_k_gguf": (_q4_k, _q4_k_decoded, _q4_k_integers),
-    "q5_k_gguf": (_q5_k, _q5_k_decoded, _q5_k_integers),
-    "q6_k_gguf": (_q6_k, _q6_k_decoded, _q6_k_integers),
+    "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers, _q4_1_panels, _q4_1_wide),
+    "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers, _q5_0_panels, _q5_0_wide),
+    "q5_1_gguf": (_q5_1, _q5_1_decoded, _q5_1_integers, _q5_1_panels, _q5_1_wide),
+    "iq4_nl_gguf": (_iq4_nl, _iq4_nl_decoded, _iq4_nl_integers, _iq4_nl_panels, _iq4_nl_wide),
+    "q2_k_gguf": (_q2_k, _q2_k_decoded, _q2_k_integers, _q2_k_panels),
+    "q3_k_gguf": (_q3_k, _q3_k_decoded, _q3_k_integers, _q3_k_panels),
+    "q4_k_gguf": (_q4_k, _q4_k_decoded, _q4_k_integers, _q4_k_panels),
+    "q5_k_gguf": (_q5_k, _q5_k_decoded, _q5_k_integers, _q5_k_panels),
+    "q6_k_gguf": (_q6_k, _q6_k_decoded, _q6_k_integers, _q6_k_panels),
+    "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers, _iq4_xs_panels),
 }
 
 
@@ -868,29 +883,26 @@ def integers_of(format_name: str, padded: int) -> tuple[Any, Callable[[int, int]
     its scratch memory.
     """
     is_wide = LAYOUTS[format_name].numbers == BLOCK and padded >= STEP
-    return c_function(_FUNCTIONS[format_name][3 if is_wide else 2]), wide_bytes if is_wide else rounded_bytes
+    return c_function(_FUNCTIONS[format_name][4 if is_wide else 2]), wide_bytes if is_wide else rounded_bytes
 
 
-_PANELS = {
-    "q4_1_gguf": _q4_1_panels,
-    "q5_0_gguf": _q5_0_panels,
-    "q5_1_gguf": _q5_1_panels,
-    "iq4_nl_gguf": _iq4_nl_panels,
-    "q4_k_gguf": _q4_k_panels,
-    "q5_k_gguf": _q5_k_panels,
-    "iq4_xs_gguf": _iq4_xs_panels,
-}
-
-
-def has_panels(format_name: str, rows: int, padded: int) -> bool:
-    """Whether many inputs are multiplied as integers by so many rows of so many numbers: groups of 16 are not."""
-    return format_name in _PANELS and rows >= LANES and padded >= REGISTER
+def has_panels(rows: int, padded: int) -> bool:
+    """Whether many inputs are multiplied as integers by so many rows of so many numbers."""
+    return rows >= LANES and padded >= REGISTER
 
 
 @functools.cache
 def many_inputs(format_name: str) -> tuple[Any, Any]:
     """The C functions that round many inputs, and that multiply them."""
-    return rounds_quads(LAYOUTS[format_name].has_min), c_function(_PANELS[format_name])
+    layout = LAYOUTS[format_name]
+    return rounds_quads(_many_kind(layout), _groups(layout)), c_function(_FUNCTIONS[format_name][3])
+
+
+def many_bytes(format_name: str, inputs: int, padded: int) -> tuple[int, int]:
+    """Memory of rounded inputs, and of each thread that multiplies them."""
+    layout = LAYOUTS[format_name]
+    of_thread = opened_blocks_bytes(padded, layout.has_min, _groups(layout))
+    return quads_bytes(inputs, padded, _groups(layout)), of_thread
 
 
 @functools.cache

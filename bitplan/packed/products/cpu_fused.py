@@ -49,7 +49,7 @@ PIECES_PER_THREAD = 8  # a thread that falls behind leaves rows to the others
 MOST_INPUTS, MOST_WITHOUT_LOOKUP = 12, 8  # of products in registers; the second for 4-bit codes without AVX-512
 MOST_IN_PANELS = 256  # inputs whose panels stay in the cache; more are done in turns
 MOST_DIRECT = 4  # inputs of integer products that are multiplied by codes as they lie; more by codes in another order
-MOST_OF_BLOCKS = 2  # the same of GGUF's blocks; where groups have 16 numbers more are multiplied in float32
+MOST_OF_BLOCKS = 2  # the same of GGUF's blocks
 MOST_IN_QUADS = 512  # inputs that are rounded at a time
 MOST_KEPT = 2**21  # bytes of scratch memory that a thread's calls leave for the next
 _E8_OF_E4M3 = 256.0  # E4M3's bits in a float16 stand for 2^-8 of the number
@@ -261,7 +261,7 @@ class IntegersOnCpu(RoundedFirst):
 def _has_panels(weight: Encoded) -> bool:
     from bitplan.packed.products.cpu_blocks import has_panels
 
-    return has_panels(weight.fmt.name, weight.shape[0], weight.fmt.padded_cols(weight.shape[1]))
+    return has_panels(weight.shape[0], weight.fmt.padded_cols(weight.shape[1]))
 
 
 def why_not_ours(weight: Encoded) -> str | None:
@@ -550,11 +550,12 @@ def _many_integers(inputs: int, weight: Encoded, factor: Tensor, bias: Tensor | 
     from bitplan.packed.products import cpu_rows as fields
 
     (rows, width), padded = weight.shape, weight.fmt.padded_cols(weight.shape[1])
-    of_blocks, by_token = weight.fmt.name in BLOCKS, int(fmt == "int8_row")
-    stride = -(-cpu_integers.opened_bytes(padded, of_blocks=of_blocks) // 64) * 64
+    name, of_blocks, by_token = weight.fmt.name, weight.fmt.name in BLOCKS, int(fmt == "int8_row")
+    rounding, multiplying = (cpu_blocks if of_blocks else cpu_integers).many_inputs(name)
+    most = min(inputs, MOST_IN_QUADS)
+    memory = (cpu_blocks if of_blocks else cpu_integers).many_bytes(name, most, padded)
+    in_quads, stride = (-(-size // 64) * 64 for size in memory)
     template, holds = _job(weight, factor, bias, count=padded, scratch_stride=stride, by_token=by_token)
-    in_quads = -(-cpu_integers.quads_bytes(min(inputs, MOST_IN_QUADS), padded) // 64) * 64
-    rounding, multiplying = (cpu_blocks if of_blocks else cpu_integers).many_inputs(weight.fmt.name)
 
     def product(x: int, y: int, _holds: Any = (holds, bias)) -> None:
         threads = thread_count()

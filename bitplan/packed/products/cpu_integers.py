@@ -21,7 +21,8 @@ those of low nibbles, then those of high ones. Each block has lanes of its own, 
 
 **Many inputs** (`panels`): the codes of LANES rows are opened once, in an order in which a lane is a row; 4 to 12
 inputs at a time are repeated on all lanes. So a block costs eight dot products and one scaling for LANES rows, and no
-lanes are summed. Inputs lie in quads: for each block 4 times 32 codes, 4 scales, 4 starts.
+lanes are summed; where groups have 16 numbers, a scaling for each half. Inputs lie in quads: for each block 4 times 32
+codes, 4 scales, 4 starts of each group.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -113,12 +114,11 @@ from bitplan.packed.products.cpu_rows import (
 )
 
 BLOCK, QUAD = 32, 4
-QUAD_BLOCK = QUAD * (BLOCK + 4 + 4)  # bytes of a block of four inputs: codes, scales, starts
 BYTE_STEP = max(REGISTER, BLOCK)  # 8-bit codes that are multiplied at a time: whole blocks
 BYTE_LANES = BYTE_STEP // 4
 BYTE_BLOCKS = BYTE_STEP // BLOCK
-OPENED_BLOCK = 9 * REGISTER  # bytes of a block of LANES rows: scales, then eight times four codes of each
-OPENED_WITH_MINIMA = OPENED_BLOCK + REGISTER
+OPENED_CODES = 8 * REGISTER  # bytes of a block of LANES rows: eight times four codes of each, then scales, minima
+OPENED_BLOCK = OPENED_CODES + REGISTER
 HAS_VNNI = {"avx512vnni", "avx512vl"} <= cpu_features() or (LANES == 8 and "avxvnni" in cpu_features())
 IS_X86, HAS_SDOT = "avx2" in cpu_features(), "dotprod" in cpu_features()
 # By which codes are shifted, to be unsigned.
@@ -126,6 +126,7 @@ OFFSETS = {
     "integers": 8 if IS_X86 else 0,
     "e2m1": 12 if IS_X86 else 0,
     "bytes": 128 if HAS_VNNI else 0,
+    "signed": 32 if IS_X86 else 0,  # codes of at most six bits
     "unsigned": 0,  # codes of at most five bits, whose groups have minima
 }
 DOUBLED_E2M1 = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
@@ -195,7 +196,7 @@ DOTS: dict[str, Callable[..., Any]] = {
     "integers": _vpdpbusd if HAS_VNNI else _vpmaddubsw if IS_X86 else _SIGNED,
     "bytes": _vpdpbusd if HAS_VNNI else _signs_moved if IS_X86 else _SIGNED,
 }
-DOTS["e2m1"] = DOTS["unsigned"] = DOTS["integers"]
+DOTS["e2m1"] = DOTS["signed"] = DOTS["unsigned"] = DOTS["integers"]
 
 
 def dot_of(kind: str) -> Any:
@@ -491,33 +492,43 @@ def rows_bytes(padded: int, inputs: int, *, nibbles: bool) -> int:
 
 
 @merged
-def quads(job, dot, offset, order, has_minima):
+def quads(job, offset, order, has_minima, groups):
     """Round all inputs into `y`, four at a time; those past the last are zero. Starts of weights with minima are what
     these are multiplied by.
     """
     inputs, width, padded = field(job, INPUTS), field(job, WIDTH), field(job, COUNT)
     buffer = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
-    by_token, blocks = field(job, BY_TOKEN), padded // BLOCK
+    by_token, blocks, size = field(job, BY_TOKEN), padded // BLOCK, QUAD * (BLOCK + 4 + 4 * groups)
     m = take(job + 8 * NEXT_ROW, 1)
     while m < -(-inputs // QUAD) * QUAD:
         count = width if m < inputs else 0
-        x, to, lane = field(job, X) + 4 * m * count, field(job, Y) + m // QUAD * blocks * QUAD_BLOCK, m % QUAD
+        x, to, lane = field(job, X) + 4 * m * count, field(job, Y) + m // QUAD * blocks * size, m % QUAD
         of_token = scale_of_token(x, count) if by_token else F32(0)
         for block in range(blocks):
             codes, scale = rounded_block(numbers_at(x, count, BLOCK * block, buffer), by_token, of_token)
-            codes, at = order(codes), to + block * QUAD_BLOCK
+            codes, at = order(codes), to + block * size
             write(at + BLOCK * lane, codes)
             write(at + BLOCK * QUAD + 4 * lane, F32(scale))
-            if has_minima:
-                sums = sum_words(dot(zero_words(8), ones_like(codes), codes))
-                write(at + (BLOCK + 4) * QUAD + 4 * lane, F32(sums * F32(scale)))
-            elif offset:
-                sums = sum_words(dot(zero_words(8), ones_like(codes), codes))
-                write(at + (BLOCK + 4) * QUAD + 4 * lane, I32(-offset * sums))
+            start = at + (BLOCK + 4) * QUAD + 4 * lane
+            if groups == 2:
+                _write_start(first_half(codes), 4, start, scale, offset, has_minima)
+                _write_start(second_half(codes), 4, start + 4 * QUAD, scale, offset, has_minima)
+            else:
+                _write_start(codes, 8, start, scale, offset, has_minima)
         m = take(job + 8 * NEXT_ROW, 1)
 
 
-def _block_sums(kind: str, count: int, has_minima: bool) -> Any:
+@inlined
+def _write_start(codes, words, to, scale, offset, has_minima):
+    if has_minima or offset:
+        total = sum_words(_dot_integers(zero_words(words), ones_like(codes), codes))
+        if has_minima:
+            write(to, F32(total * F32(scale)))
+        else:
+            write(to, I32(-offset * total))
+
+
+def _block_sums(kind: str, count: int, has_minima: bool, groups: int) -> Any:
     """(opened block, quads, bytes from quad to quad, sums) -> sums with the block's products, of LANES rows for each of
     `count` inputs.
     """
@@ -533,25 +544,27 @@ def _block_sums(kind: str, count: int, has_minima: bool) -> Any:
         quads = [builder.add(x, builder.mul(stride, ir.Constant(INT64, quad))) for quad in range(count // QUAD)]
         inputs = [(quads[m // QUAD], m % QUAD) for m in range(count)]
         words, bytes_ = ir.VectorType(INT32, LANES), ir.VectorType(INT8, REGISTER)
-        sums = [ir.Constant(words, None)] * count
-        if OFFSETS[kind]:
-            sums = [splat(writer, load(at, (BLOCK + 4) * QUAD + 4 * lane, INT32), LANES) for at, lane in inputs]
-        for four in range(BLOCK // 4):
-            weights = load(opened, REGISTER * (1 + four), bytes_)
+        lanes, fma = ir.VectorType(ir.FloatType(), LANES), f"llvm.fma.v{LANES}f32"
+        scaled = [builder.extract_value(floats, m) for m in range(count)]
+        for group in range(groups):
+            starts = (BLOCK + 4 + 4 * group) * QUAD
+            sums = [ir.Constant(words, None)] * count
+            if OFFSETS[kind]:
+                sums = [splat(writer, load(at, starts + 4 * lane, INT32), LANES) for at, lane in inputs]
+            for four in range(group * 8 // groups, (group + 1) * 8 // groups):
+                weights = load(opened, REGISTER * four, bytes_)
+                for m, (at, lane) in enumerate(inputs):
+                    codes = splat(writer, load(at, BLOCK * lane + 4 * four, INT32), LANES)
+                    sums[m] = DOTS[kind](writer, sums[m], weights, builder.bitcast(codes, bytes_))
+            scales = load(opened, OPENED_CODES + REGISTER * group, lanes)
             for m, (at, lane) in enumerate(inputs):
-                codes = splat(writer, load(at, BLOCK * lane + 4 * four, INT32), LANES)
-                sums[m] = DOTS[kind](writer, sums[m], weights, builder.bitcast(codes, bytes_))
-        lanes = ir.VectorType(ir.FloatType(), LANES)
-        scales, scaled = load(opened, 0, lanes), []
-        for m, (at, lane) in enumerate(inputs):
-            of_input = splat(writer, load(at, BLOCK * QUAD + 4 * lane, ir.FloatType()), LANES)
-            numbers = builder.sitofp(sums[m], scales.type)
-            values = [numbers, builder.fmul(scales, of_input), builder.extract_value(floats, m)]
-            scaled.append(writer.call(f"llvm.fma.v{LANES}f32", lanes, values))
-            if has_minima:
-                beside = splat(writer, load(at, (BLOCK + 4) * QUAD + 4 * lane, ir.FloatType()), LANES)
-                values = [load(opened, OPENED_BLOCK, lanes), beside, scaled[m]]
-                scaled[m] = writer.call(f"llvm.fma.v{LANES}f32", lanes, values)
+                of_input = splat(writer, load(at, BLOCK * QUAD + 4 * lane, ir.FloatType()), LANES)
+                values = [builder.sitofp(sums[m], lanes), builder.fmul(scales, of_input), scaled[m]]
+                scaled[m] = writer.call(fma, lanes, values)
+                if has_minima:
+                    beside = splat(writer, load(at, starts + 4 * lane, ir.FloatType()), LANES)
+                    values = [load(opened, OPENED_CODES + REGISTER * (groups + group), lanes), beside, scaled[m]]
+                    scaled[m] = writer.call(fma, lanes, values)
         return cgutils.pack_array(builder, scaled)
 
     return define(4, lambda _opened, _x, _stride, _floats: tile, emit)
@@ -609,27 +622,27 @@ def _open_rows(job, n, to, write_opened, scale, words_of_block):
     for step in range(-(-row_bytes // REGISTER)):
         at = min(step * REGISTER, row_bytes - REGISTER)
         word = at // 4
-        target = to + OPENED_BLOCK * (word // words_of_block) + REGISTER * (1 + word % words_of_block)
+        target = to + OPENED_BLOCK * (word // words_of_block) + REGISTER * (word % words_of_block)
         write_opened(transpose_tile(load_tile(codes + at, row_bytes, LANES, 1, LANES)), target)
     for row in range(LANES):
         scales = row_of(job, SCALES, n + row)
         for block in range(row_bytes // (4 * words_of_block)):
-            write(to + OPENED_BLOCK * block + 4 * row, scale(scales, block))
+            write(to + OPENED_BLOCK * block + OPENED_CODES + 4 * row, scale(scales, block))
 
 
-def _tiles_of(kind: str, count: int, has_minima: bool) -> Any:
+def _tiles_of(kind: str, count: int, has_minima: bool, groups: int) -> Any:
     """Tiles of `count` inputs, as many as there are; gives where the next input is, and how many are left."""
-    block_sums, zero_floats, write_tile = _block_sums(kind, count, has_minima), _zero_floats(count), _write_tile(count)
-    size = OPENED_WITH_MINIMA if has_minima else OPENED_BLOCK
+    block_sums, zero_floats = _block_sums(kind, count, has_minima, groups), _zero_floats(count)
+    write_tile, size, quad_block = _write_tile(count), _opened_block(has_minima, groups), _quad_block(groups)
 
     @inlined
     def tiles(opened, blocks, x, y, stride, remaining, ends):
-        quad_bytes = blocks * QUAD_BLOCK
+        quad_bytes = blocks * quad_block
         while remaining > count - QUAD:
             sums, at, inputs_at = zero_floats(0), opened, x
             for _ in range(blocks):
                 sums = block_sums(at, inputs_at, quad_bytes, sums)
-                at, inputs_at = at + size, inputs_at + QUAD_BLOCK
+                at, inputs_at = at + size, inputs_at + quad_block
             write_tile(sums, y, stride, remaining, ends)
             x, y, remaining = x + count // QUAD * quad_bytes, y + count * stride, remaining - count
         return x, y, remaining
@@ -637,11 +650,11 @@ def _tiles_of(kind: str, count: int, has_minima: bool) -> Any:
     return tiles
 
 
-def _all_tiles(kind: str, *, has_minima: bool = False) -> Any:
-    small = _tiles_of(kind, QUAD, has_minima)
+def _all_tiles(kind: str, *, has_minima: bool = False, groups: int = 1) -> Any:
+    small = _tiles_of(kind, QUAD, has_minima, groups)
     if not HAS_MANY_REGISTERS:
         return small
-    large, middle = _tiles_of(kind, 3 * QUAD, has_minima), _tiles_of(kind, 2 * QUAD, has_minima)
+    large, middle = (_tiles_of(kind, count * QUAD, has_minima, groups) for count in (3, 2))
 
     @inlined
     def tiles(opened, blocks, x, y, stride, remaining, ends):
@@ -650,6 +663,16 @@ def _all_tiles(kind: str, *, has_minima: bool = False) -> Any:
         return small(opened, blocks, x, y, stride, remaining, ends)
 
     return tiles
+
+
+def _opened_block(has_minima: bool, groups: int) -> int:
+    """Bytes of a block of LANES rows whose groups, one or two, have minima or not."""
+    return OPENED_CODES + REGISTER * groups * (1 + has_minima)
+
+
+def _quad_block(groups: int) -> int:
+    """Bytes of a block of four inputs: codes, scales, starts of groups."""
+    return QUAD * (BLOCK + 4 + 4 * groups)
 
 
 @merged
@@ -669,38 +692,68 @@ def panel_rows(job, write_opened, scale, words_of_block, tiles):
         n = take(job + 8 * NEXT_ROW, LANES)
 
 
-@merged
-def block_rows(job, written, numbers, size, opened_block, write_opened, tiles):
-    """The same for GGUF's blocks: codes of LANES rows are written as bytes, their scales where they belong, and opened
-    from there.
+def block_rows_of(kind: str, has_minima: bool, groups: int) -> Any:
+    """The same for GGUF's blocks of so many numbers and bytes: codes of LANES rows are written as bytes, their groups'
+    scales and minima beside them, and both are opened from there.
     """
-    inputs, rows, count, bias = field(job, INPUTS), field(job, ROWS), field(job, COUNT), field(job, BIAS)
-    opened = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
-    codes, factors = opened + opened_block * (count // BLOCK), repeat_each(load_from(field(job, FACTOR), F32, 1), LANES)
-    n = take(job + 8 * NEXT_ROW, LANES)
-    while n < rows:
-        first = min(n, rows - LANES)
-        for row in range(LANES):
-            source, to = row_of(job, CODES, first + row), codes + count * row
-            for block in range(count // numbers):
-                scales = opened + opened_block * (numbers // BLOCK) * block + 4 * row
-                written(source + size * block, to + numbers * block, scales)
-        for step in range(-(-count // REGISTER)):
-            at = min(step * REGISTER, count - REGISTER)
-            target = opened + opened_block * (at // BLOCK) + REGISTER * (1 + at % BLOCK // 4)
-            write_opened(transpose_tile(load_tile(codes + at, count, LANES, 1, LANES)), target)
-        addends = load_from(bias + 4 * first, F32, LANES) if bias else factors * F32(0) * F32(-1)
-        tiles(opened, count // BLOCK, field(job, X), field(job, Y) + 4 * first, 4 * rows, inputs, (factors, addends))
+    opened_size, numbers_of_group = _opened_block(has_minima, groups), 1 + has_minima
+    write_codes, write_scales = _write_opened("unsigned", opened_size), _write_scales(opened_size, groups)
+    tiles = _all_tiles(kind, has_minima=has_minima, groups=groups)
+
+    @merged
+    def block_rows(job, written, numbers, size):
+        inputs, rows, count, bias = field(job, INPUTS), field(job, ROWS), field(job, COUNT), field(job, BIAS)
+        opened = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
+        codes = opened + opened_size * (count // BLOCK + LANES)
+        scales, scales_of_row = codes + LANES * count, 4 * LANES * (-(-(groups * count // BLOCK) // LANES))
+        factors = repeat_each(load_from(field(job, FACTOR), F32, 1), LANES)
         n = take(job + 8 * NEXT_ROW, LANES)
+        while n < rows:
+            first = min(n, rows - LANES)
+            for row in range(LANES):
+                source, to = row_of(job, CODES, first + row), codes + count * row
+                for block in range(count // numbers):
+                    at = scales + scales_of_row * row + 4 * groups * (numbers // BLOCK) * block
+                    written(source + size * block, to + numbers * block, at, at + LANES * scales_of_row)
+            for step in range(-(-count // REGISTER)):
+                at = min(step * REGISTER, count - REGISTER)
+                target = opened + opened_size * (at // BLOCK) + REGISTER * (at % BLOCK // 4)
+                write_codes(transpose_tile(load_tile(codes + at, count, LANES, 1, LANES)), target)
+            for index in range(numbers_of_group):
+                for step in range(scales_of_row // (4 * LANES)):
+                    at = scales + LANES * scales_of_row * index + 4 * LANES * step
+                    target = opened + opened_size * (LANES // groups) * step + OPENED_CODES + REGISTER * groups * index
+                    write_scales(transpose_tile(load_tile(at, scales_of_row, LANES, 1, LANES)), target)
+            addends = load_from(bias + 4 * first, F32, LANES) if bias else factors * F32(0) * F32(-1)
+            y = field(job, Y) + 4 * first
+            tiles(opened, count // BLOCK, field(job, X), y, 4 * rows, inputs, (factors, addends))
+            n = take(job + 8 * NEXT_ROW, LANES)
+
+    return block_rows
 
 
-def quads_bytes(inputs: int, padded: int) -> int:
-    return -(-inputs // QUAD) * QUAD_BLOCK * (padded // BLOCK)
+def _write_scales(size: int, groups: int) -> Any:
+    """A writer (tile of numbers, of which vector j has group j of every row; address in an opened block)."""
+
+    def emit(writer: VectorWriter, tile: Any, address: Any) -> Any:
+        builder = writer.builder
+        for j in range(LANES):
+            numbers = builder.extract_value(tile, j)
+            pointer = builder.add(address, ir.Constant(INT64, size * (j // groups) + REGISTER * (j % groups)))
+            builder.store(numbers, builder.inttoptr(pointer, ir.PointerType(numbers.type)), align=1)
+        return writer.context.get_dummy_value()
+
+    return define(2, lambda _tile, _address: types.void, emit)
 
 
-def opened_bytes(padded: int, *, of_blocks: bool) -> int:
-    """Scratch of a thread that multiplies; threads share no cache line."""
-    return OPENED_WITH_MINIMA * (padded // BLOCK) + (LANES * padded if of_blocks else 0) + 64
+def quads_bytes(inputs: int, padded: int, groups: int = 1) -> int:
+    return -(-inputs // QUAD) * _quad_block(groups) * (padded // BLOCK)
+
+
+def opened_blocks_bytes(padded: int, has_minima: bool, groups: int) -> int:
+    """Scratch of a thread that multiplies by GGUF's blocks, whose scales are opened for LANES groups at a time."""
+    opened = _opened_block(has_minima, groups) * (padded // BLOCK + LANES)
+    return opened + LANES * (padded + 4 * (1 + has_minima) * (groups * padded // BLOCK + LANES)) + 64
 
 
 # ---- scales: of the blocks in a register, each on its own lanes; or of one block ------------------------------------
@@ -750,17 +803,13 @@ def _one_of_128(address, block):
 # ---- a function for each format -------------------------------------------------------------------------------------
 
 
-INTEGERS, E2M1, BYTES = OFFSETS["integers"], OFFSETS["e2m1"], OFFSETS["bytes"]
+INTEGERS, E2M1, BYTES, SIGNED = (OFFSETS[kind] for kind in ("integers", "e2m1", "bytes", "signed"))
 _dot_integers, _dot_e2m1, _dot_bytes = dot_of("integers"), dot_of("e2m1"), dot_of("bytes")
 _low, _high = _opener("integers", is_high=False), _opener("integers", is_high=True)
 _low_e2m1, _high_e2m1 = _opener("e2m1", is_high=False), _opener("e2m1", is_high=True)
 _opened_bytes = _opener("bytes", is_high=False)
 _open_integers, _open_e2m1, _open_bytes = _write_opened("integers"), _write_opened("e2m1"), _write_opened("bytes")
 _tiles_of_integers, _tiles_of_e2m1, _tiles_of_bytes = _all_tiles("integers"), _all_tiles("e2m1"), _all_tiles("bytes")
-# Of GGUF's blocks: bytes without an offset where their groups have minima, codes then being unsigned.
-open_bytes, tiles_of_bytes = _open_bytes, _tiles_of_bytes
-open_unsigned = _write_opened("unsigned", OPENED_WITH_MINIMA)
-tiles_of_unsigned = _all_tiles("unsigned", has_minima=True)
 
 
 def _q4_0_gguf(job):
@@ -812,23 +861,35 @@ def _int8_g128_panels(job):
 
 
 def _quads_in_halves(job):
-    quads(job, _dot_integers, INTEGERS, _as_they_lie, False)
+    quads(job, INTEGERS, _as_they_lie, False, 1)
 
 
 def _quads_in_pairs(job):
-    quads(job, _dot_integers, INTEGERS, _evens_first, False)
+    quads(job, INTEGERS, _evens_first, False, 1)
 
 
 def _quads_for_e2m1(job):
-    quads(job, _dot_e2m1, E2M1, _evens_first, False)
+    quads(job, E2M1, _evens_first, False, 1)
 
 
 def _quads_for_bytes(job):
-    quads(job, _dot_bytes, BYTES, _as_they_lie, False)
+    quads(job, BYTES, _as_they_lie, False, 1)
+
+
+def _quads_for_signed(job):
+    quads(job, SIGNED, _as_they_lie, False, 1)
+
+
+def _quads_for_signed_16(job):
+    quads(job, SIGNED, _as_they_lie, False, 2)
 
 
 def _quads_for_unsigned(job):
-    quads(job, _dot_integers, 0, _as_they_lie, True)
+    quads(job, 0, _as_they_lie, True, 1)
+
+
+def _quads_for_unsigned_16(job):
+    quads(job, 0, _as_they_lie, True, 2)
 
 
 _FUNCTIONS = {
@@ -838,6 +899,14 @@ _FUNCTIONS = {
     "q8_0_gguf": (_q8_0_gguf, _quads_for_bytes, _q8_0_gguf_panels),
     "int8_row": (_int8_row, _quads_for_bytes, _int8_row_panels),
     "int8_g128": (_int8_g128, _quads_for_bytes, _int8_g128_panels),
+}
+
+_OF_BLOCKS = {
+    ("bytes", 1): _quads_for_bytes,
+    ("signed", 1): _quads_for_signed,
+    ("signed", 2): _quads_for_signed_16,
+    ("unsigned", 1): _quads_for_unsigned,
+    ("unsigned", 2): _quads_for_unsigned_16,
 }
 
 
@@ -854,10 +923,14 @@ def many_inputs(format_name: str) -> tuple[Any, Any]:
     return _rounding(rounded), c_function(multiplied)
 
 
-@functools.cache
-def rounds_quads(has_minima: bool) -> Any:
-    """The C function that rounds many inputs for GGUF's blocks."""
-    return _rounding(_quads_for_unsigned if has_minima else _quads_for_bytes)
+def many_bytes(format_name: str, inputs: int, padded: int) -> tuple[int, int]:  # noqa: ARG001
+    """Memory of rounded inputs, and of each thread that multiplies them; threads share no cache line."""
+    return quads_bytes(inputs, padded), OPENED_BLOCK * (padded // BLOCK) + 64
+
+
+def rounds_quads(kind: str, groups: int) -> Any:
+    """The C function that rounds many inputs for GGUF's blocks, of so many groups in 32 numbers."""
+    return _rounding(_OF_BLOCKS[kind, groups])
 
 
 @functools.cache

@@ -84,13 +84,8 @@ def test_every_product_of_the_package_has_a_loop_for_each_kind_of_processor() ->
     functions = [function for group in cpu_rows._FUNCTIONS.values() for function in group]
     functions += [function for group in cpu_blocks._FUNCTIONS.values() for function in group]
     functions += [function for group in cpu_integers._FUNCTIONS.values() for function in group]
-    functions += [*cpu_blocks._PANELS.values(), *cpu_rows._ARRANGED.values(), cpu_rows._products]
-    functions += [
-        cpu_integers._quads_for_unsigned,
-        cpu_integers._rounded_rows,
-        token_loops._norm,
-        token_loops._attention,
-    ]
+    functions += [*cpu_integers._OF_BLOCKS.values(), *cpu_rows._ARRANGED.values(), cpu_rows._products]
+    functions += [cpu_integers._rounded_rows, token_loops._norm, token_loops._attention]
     names = {prepared_code.name_of(function, (types.int64,)) for function in functions}
     assert index_of("packed")["loops"].keys() == names
 
