@@ -43,8 +43,7 @@ from bitplan.searching import Goal, SearchOptions
 from bitplan.searching.damage import RoundedWeights
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.explain import explain_plan
-from bitplan.searching.forecast import no_stage
-from bitplan.searching.goal import Advance, GoalError
+from bitplan.searching.goal import Advance, GoalError, no_stage
 from bitplan.searching.plan_meter import PlanMeter
 from bitplan.searching.run import Searcher, solve_and_correct
 from bitplan.searching.runtime_formats import candidates, target_of

@@ -39,10 +39,10 @@ from bitplan.searching.damage import (
     projection_of,
 )
 from bitplan.searching.evidence import FormatCost, SearchEvidence, TensorGroup, by_part
-from bitplan.searching.forecast import MemoryUse, in_shares, no_stage, within_memory
-from bitplan.searching.goal import EvidenceFileError, SearchError, Stage
+from bitplan.searching.forecast import MemoryUse, in_shares, within_memory
+from bitplan.searching.goal import EvidenceFileError, SearchError, Stage, no_stage
 from bitplan.searching.plan_meter import InputMode, PlanMeter, add_rounded_inputs, candidates_of, ratios_of_kinds
-from bitplan.searching.searched_model import SearchSubject, group_tensors, open_subject, prepare
+from bitplan.searching.searched_model import SearchSubject, Text, group_tensors, open_subject, prepare
 from bitplan.searching.solver import nearest_uniform
 from bitplan.searching.statistics import EVIDENCE as INPUT_EVIDENCE
 from bitplan.searching.statistics import (
@@ -432,7 +432,7 @@ GATHERED_WINDOWS = 96
 
 def gather_evidence(
     model: str | Path,
-    text: str,
+    text: Text,
     folder: str | Path,
     *,
     windows: int = GATHERED_WINDOWS,

@@ -434,7 +434,15 @@ def fit(
     names = candidates(runtime, formats)
     folder = evidence_folder(out)
     subject, cut = prepare(
-        model, batches, text, held_out, keep=keep, context=how.context, windows=how.windows, device=how.device
+        model,
+        batches,
+        text,
+        held_out,
+        keep=keep,
+        context=how.context,
+        windows=how.windows,
+        device=how.device,
+        stage=how.stage,
     )
     subject.aim_at(runtime)
     aims_of(fit_goal.kinds, cut.kinds)  # refused now, not after minutes

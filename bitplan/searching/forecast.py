@@ -49,11 +49,6 @@ TRUSTED = 0.2  # of what is expected: after as much of it, what it took counts a
 
 
 @contextmanager
-def no_stage(_what: str, _total: int) -> Iterator[Advance]:
-    yield lambda _count, _label: None
-
-
-@contextmanager
 def in_shares(stage: Stage, phase: str, total: int) -> Iterator[Advance]:
     """Run a stage whose steps take unequal work: progress is shown in thousandths of all work."""
     done = shown = 0

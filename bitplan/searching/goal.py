@@ -6,8 +6,8 @@ What a search refuses.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,11 @@ Advance = Callable[[int, str], None]
 # What shows progress: called with what is done and how many steps it has, gives what to call for each.
 Stage = Callable[[str, int], AbstractContextManager[Advance]]
 _FAR_TOO_LARGE = 1e100  # and infinity: times the weights of a model this would be no whole number
+
+
+@contextmanager
+def no_stage(_what: str, _total: int) -> Iterator[Advance]:
+    yield lambda _count, _label: None
 
 
 @dataclass(frozen=True)

@@ -35,10 +35,9 @@ from bitplan.searching.forecast import (
     expected_phases,
     in_minutes,
     measure_steps,
-    no_stage,
     within_memory,
 )
-from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage, aims_of
+from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage, aims_of, no_stage
 from bitplan.searching.plan_meter import (
     SHARE,
     InputMode,
@@ -323,7 +322,8 @@ def search(
 
     model      an nn.Module that maps token ids [windows, length] to logits, or a path: a Hugging Face folder or GGUF
     batches    token ids, [length] or [windows, length]; or `text`, plain, where the model is a path; of several kinds a
-               mapping from names to contents, of which names that end in .jsonl have conversations
+               mapping from names to contents, of which names that end in .jsonl have conversations, and None stands
+               for text that the model writes itself
     goal       Goal(bits=4.5), or a mapping of its fields; several limits hold together
     held_out   other text, for the proof; without it the last quarter of the text is kept for that
     formats    candidates; those of `target` unless given, with IQ formats for fewer than 4 bits
@@ -358,6 +358,7 @@ def search(
             context=how.context,
             windows=how.windows,
             device=how.device,
+            stage=how.stage,
         )
         subject.aim_at(runtime)
         aims_of(search_goal.kinds, cut.kinds)  # refused now, not after minutes

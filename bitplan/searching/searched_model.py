@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.base.errors import FileFormatError, MeasureError, PlanError
-from bitplan.base.hardware import hash_tensors
+from bitplan.base.hardware import free_memory, hash_tensors
 from bitplan.files.headers import check_model_source
 from bitplan.files.input_statistics import expert_name, weight_digest
 from bitplan.files.open_files import open_tensors
@@ -43,6 +43,7 @@ from bitplan.packed.checkpoints.causal_lm import (
     require_causal,
 )
 from bitplan.packed.checkpoints.load import device_of, empty_model, read_plain
+from bitplan.packed.language.own_text import write_own_text
 from bitplan.packed.language.perplexity import spread_windows
 from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
 from bitplan.plan.format_choices import choose_formats
@@ -55,7 +56,7 @@ from bitplan.plan.structure.model_view import ModelView
 from bitplan.plan.structure.parameters import named_parameters_of
 from bitplan.searching.blocks import BlockRunner, Replaced
 from bitplan.searching.evidence import StayingTensor
-from bitplan.searching.goal import WINDOWS, SearchError
+from bitplan.searching.goal import WINDOWS, SearchError, Stage, no_stage
 from bitplan.searching.runtime_formats import TARGETS, Target
 
 
@@ -547,7 +548,8 @@ class SearchText:
     check_kinds: tuple[str, ...] = ()
 
 
-Text = str | Mapping[str, str]  # plain, or contents by the names of their files, of which each is a kind of text
+# Plain, or contents by the names of their files, of which each is a kind of text; None is text that the model writes.
+Text = str | Mapping[str, str | None]
 JSONL = ".jsonl"
 
 
@@ -562,10 +564,12 @@ def prepare(
     context: int | None = None,
     windows: int = WINDOWS,
     device: str | None = None,
+    stage: Stage = no_stage,
 ) -> tuple[SearchSubject, SearchText]:
     """Open the model where it is a path, cut the text, and keep some of it for the proof.
 
-    Of several kinds of text each gives as many windows, for statistics, checks and proof.
+    Of several kinds of text each gives as many windows, for statistics, checks and proof. Text that the model writes
+    beside others is for the statistics alone, in as many windows as all others have; without others it is for all.
     """
     if isinstance(model, nn.Module):
         if batches is None or isinstance(held_out, str):
@@ -578,28 +582,52 @@ def prepare(
     lm, subject = _read_model(Path(model), keep, only, device)
     length = min(512, lm.positions or 512) if context is None else context
     lm.check_context(length)
-    if isinstance(text, Mapping):
-        if held_out is not None and len(text) > 1:
-            raise SearchError(
-                "text of several kinds keeps the last quarter of each for the proof; give no other for it"
-            )
-        cuts = {
-            name: _split_text(
-                _whole(lm.windows(plain_text(lm, name, content), length)),
-                None if held_out is None else _whole(lm.windows(str(held_out), length)),
-                math.ceil(windows / len(text)),
-                len(lm.prefix),
-                f"{name}: the text",
-            )
-            for name, content in text.items()
-        }
-        return subject, _joined_cuts(cuts)
-    calibration = _whole(lm.windows(text, length)) if text is not None else _windows_of_batches(batches or ())
     if isinstance(held_out, str):
         proof = _whole(lm.windows(held_out, length))
     else:
         proof = None if held_out is None else _windows_of_batches(held_out)
-    return subject, _split_text(calibration, proof, windows, len(lm.prefix))
+    if not isinstance(text, Mapping):
+        calibration = _whole(lm.windows(text, length)) if text is not None else _windows_of_batches(batches or ())
+        return subject, _split_text(calibration, proof, windows, len(lm.prefix))
+    given = {name: content for name, content in text.items() if content is not None}
+    if not given:
+        wanted = windows + CHECKS
+        calibration = _own_text(lm, subject, wanted if proof is not None else math.ceil(wanted * 4 / 3), length, stage)
+        return subject, _split_text(calibration, proof, windows, len(lm.prefix))
+    if proof and len(given) > 1:
+        raise SearchError("text of several kinds keeps the last quarter of each for the proof; give no other for it")
+    cuts = {
+        name: _split_text(
+            _whole(lm.windows(plain_text(lm, name, content), length)),
+            proof,
+            math.ceil(windows / len(given)),
+            len(lm.prefix),
+            f"{name}: the text",
+        )
+        for name, content in given.items()
+    }
+    cut = _joined_cuts(cuts)
+    if len(given) < len(text):
+        written = _own_text(lm, subject, len(cut.statistics), length, stage)
+        # In turns, for gradients are of the first windows.
+        cut = replace(cut, statistics=[window for pair in zip(cut.statistics, written, strict=True) for window in pair])
+    return subject, cut
+
+
+def _own_text(lm: CausalLM, subject: SearchSubject, count: int, length: int, stage: Stage) -> list[Tensor]:
+    """Let the model write windows of text; one that lies on disk is read as a whole for that."""
+    if lm.device.type == "meta":
+        needed, free = 4 * subject.numbers, free_memory()
+        if subject.device.type == "cpu" and needed > free:
+            raise SearchError(
+                f"{lm.where}: to write text itself, the model is in memory as a whole, in float32: "
+                f"{needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free; give text of a file alone",
+                settings={"text": "FILE"},
+            )
+        lm = load_causal_lm(lm.where)
+    with stage("writing text", count * length) as advance:
+        writer = lm.to(subject.device, torch.float32)
+        return write_own_text(writer, count, length, on_tokens=lambda tokens: advance(tokens, "tokens"))
 
 
 def plain_text(lm: CausalLM, name: str, content: str) -> str:

@@ -14,8 +14,7 @@ import bitplan
 from bitplan.base.errors import FormatError
 from bitplan.searching import Goal, SearchOptions, collect, damage, statistics
 from bitplan.searching.damage import RoundedWeights, RoundingJob, RoundingProcesses
-from bitplan.searching.forecast import no_stage
-from bitplan.searching.goal import SearchError
+from bitplan.searching.goal import SearchError, no_stage
 from bitplan.searching.searched_model import open_subject, subject_of
 from bitplan.searching.statistics import InputStatistics, add_windows
 from tests.files.engines.tiny_models import save_tiny

@@ -49,6 +49,35 @@ def test_quantize_takes_a_text(tmp_path: Path, capsys: pytest.CaptureFixture[str
         assert packed.to_bytes() == same.to_bytes()
 
 
+def test_quantize_takes_text_that_the_model_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_tiny(tmp_path / "llama", "llama")
+    Path("text.txt").write_text(TEXT)
+    texts = {"given": ["text.txt"], "both": ["text.txt", "self"], "own": ["self"], "again": ["self"]}
+    digests = {}
+    for output, names in texts.items():
+        words = [word for name in names for word in ("--text", name)]
+        assert run(["quantize", "llama", output, "--format", "q4_0_gguf", "--windows", "6", *words]) == 0
+        with open_tensors(output) as file:
+            weight = file.read("model.layers.1.mlp.down_proj.weight")
+        assert isinstance(weight, Encoded)
+        digests[output] = weight.to_bytes()
+    assert digests["again"] == digests["own"]
+    assert len(set(digests.values())) == 3
+    Path("self").write_text(TEXT)
+    assert run(["quantize", "llama", "file", "--format", "q4_0_gguf", "--text", "self"]) == 2
+    assert f"give the file as {tmp_path / 'self'}" in capsys.readouterr().err
+
+
+def test_static_scales_are_of_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_tiny(tmp_path / "llama", "llama")
+    words = ["--format", "int8_row", "--inputs", "int8_static", "--text", "self"]
+    assert run(["quantize", str(tmp_path / "llama"), str(tmp_path / "packed"), *words]) == 2
+    assert "int8_static takes its scales from one --text" in capsys.readouterr().err
+
+
 def test_what_cannot_be_gathered_is_refused(tmp_path: Path) -> None:
     save_tiny(tmp_path / "llama", "llama")
     with pytest.raises(MeasureError, match="the text has 3 tokens"):

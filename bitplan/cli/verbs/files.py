@@ -32,6 +32,7 @@ from bitplan.cli.show import human_bytes, progress, say, show_json, table
 
 if TYPE_CHECKING:
     from bitplan.plan import Plan
+    from bitplan.searching.searched_model import Text
 
 MOST_ROWS = 8  # of a summary by reasons: a search gives nearly every tensor one of its own
 
@@ -217,9 +218,10 @@ def quantize(
     scale_rule: ScaleRule = None,
     evidence: Evidence = None,
     text: Annotated[
-        Path | None,
+        list[Path] | None,
         typer.Option(
-            metavar="FILE", help="The same from a text: the model runs on it, a Hugging Face folder block by block."
+            metavar="FILE",
+            help="The same from texts that the model runs on, a Hugging Face folder block by block; self: its own.",
         ),
     ] = None,
     windows: Annotated[
@@ -244,7 +246,7 @@ def quantize(
 
     Example: bitplan quantize model.safetensors model.mxfp4.safetensors --format mxfp4 --keep '*embed*'
     """
-    from bitplan.base.records import read_text
+    from bitplan.cli.verbs.search import read_kinds
     from bitplan.files.certificate import evidence_of_search, proven_otherwise
     from bitplan.files.quantize_files import Quantization
     from bitplan.formats.input_formats import STATIC
@@ -254,19 +256,19 @@ def quantize(
 
     if sum(value is not None for value in (fmt, manifest, plan)) != 1:
         raise typer.BadParameter("give one of --format, --manifest and --plan")
-    if windows is not None and text is None:
+    if windows is not None and not text:
         raise typer.BadParameter("--windows are those of --text; give a text")
     if evidence is not None and scale_rule is not None:
         raise typer.BadParameter("give one of --evidence and --scale-rule: each chooses the scales")
-    if text is not None and (evidence is not None or scale_rule is not None):
+    if text and (evidence is not None or scale_rule is not None):
         raise typer.BadParameter("give one of --text, --evidence and --scale-rule: each chooses the scales")
-    content = None if text is None else read_text(text)
+    content = read_kinds(text) if text else None
     proven = None
-    if plan is not None and evidence is None and text is None:
+    if plan is not None and evidence is None and not text:
         evidence = evidence_of_search(plan) if scale_rule is None else None
         proven = proven_otherwise(plan) if evidence is None else None
     plan = None if plan is None else plan_file(plan)
-    reads = [Path(path) for path in (manifest, plan, evidence, text) if path is not None]
+    reads = [Path(path) for path in (manifest, plan, evidence, *(text or ())) if path is not None]
     formats = Plan.load(plan) if plan is not None else open_manifest(manifest) if manifest is not None else fmt or ""
     with ExitStack() as opened:
         prepared = opened.enter_context(
@@ -285,6 +287,8 @@ def quantize(
         )
         prepared.report.notes += [] if proven is None else [proven]
         if STATIC in prepared.plan.inputs.values() and content is not None:
+            if not isinstance(content, str):
+                raise typer.BadParameter("int8_static takes its scales from one --text, a file of plain text")
             prepared.give_scales(_static_scales(source, content, prepared.plan, windows or 96))
         if content is not None:
             evidence = opened.enter_context(_gathered(source, output, content, windows or 96))
@@ -318,7 +322,7 @@ def _static_scales(source: Path, text: str, plan: Plan, windows: int) -> dict[st
 
 
 @contextmanager
-def _gathered(source: Path, output: Path, text: str, windows: int) -> Iterator[Path]:
+def _gathered(source: Path, output: Path, text: Text, windows: int) -> Iterator[Path]:
     """Gather statistics of a text; yields their file, which lies beside the output until the block ends."""
     from bitplan.base.folders import scratch_folder
     from bitplan.searching.collect import gather_evidence

@@ -22,7 +22,10 @@ def fit(
     context: Annotated[str, typer.Option(metavar="TOKENS", help="Prompt and answer together: 8192, 32k.")],
     text: Annotated[
         list[Path] | None,
-        typer.Option(metavar="FILE", help="Text of the kind the model is for, or .jsonl of chats; several: kinds."),
+        typer.Option(
+            metavar="FILE",
+            help="Text the model is for, .jsonl of chats, or self: its own; several: kinds.",
+        ),
     ] = None,
     ram: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Of the host, where weights may wait; --memory is the GPU's.")

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from bitplan.searching.run import SearchResult
     from bitplan.searching.runtime_formats import Target
 
+OWN_TEXT = "self"  # in the place of a file of text
 EVIDENCE_FILES = ("evidence.json", "evidence.safetensors", "statistics.safetensors")
 
 
@@ -27,7 +28,10 @@ def search(
     model: Annotated[Path, typer.Argument(metavar="MODEL", help="A Hugging Face folder or a GGUF file.")],
     text: Annotated[
         list[Path],
-        typer.Option(metavar="FILE", help="Text of the kind the model is for, or .jsonl of chats; several: kinds."),
+        typer.Option(
+            metavar="FILE",
+            help="Text the model is for, .jsonl of chats, or self: its own; several: kinds.",
+        ),
     ],
     bits: Bits = None,
     size: Bytes = None,
@@ -159,12 +163,19 @@ def search(
     say(next_step(target, result.evidence.model, out), divided=False)
 
 
-def read_kinds(files: Sequence[Path]) -> str | dict[str, str]:
-    """Read one plain text as it is; several, or conversations, by their files."""
+def read_kinds(files: Sequence[Path]) -> str | dict[str, str | None]:
+    """Read one plain text as it is; several, or conversations, by their files; `self` stands for the model's own."""
     from bitplan.base.records import read_text
+    from bitplan.searching.goal import GoalError
 
-    contents = {str(file): read_text(file) for file in files}
-    return contents if len(files) > 1 or files[0].suffix == ".jsonl" else contents[str(files[0])]
+    if Path(OWN_TEXT) in files and Path(OWN_TEXT).exists():
+        raise GoalError(
+            f"--text {OWN_TEXT} is text that the model writes, and there is a file of this name; "
+            f"give the file as {Path(OWN_TEXT).absolute()}"
+        )
+    contents = {str(file): None if str(file) == OWN_TEXT else read_text(file) for file in files}
+    first = contents[str(files[0])]
+    return contents if first is None or len(files) > 1 or files[0].suffix == ".jsonl" else first
 
 
 def kinds_columns(by_kind: Mapping[str, float]) -> dict[str, str]:

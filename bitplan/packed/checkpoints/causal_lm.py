@@ -234,6 +234,14 @@ class CausalLM:
         return ids
 
 
+def require_finite(logits: Tensor, lm: CausalLM, tokens: int) -> None:
+    """Refuse logits whose largest is NaN or infinite: its index is no token. Some may be -inf: they are ruled out."""
+    if not bool(logits.amax(dim=-1).isfinite().all()):
+        raise MeasureError(
+            f"{lm.where}: logits that are not finite after {tokens} tokens; look for NaN or overflow in the weights"
+        )
+
+
 def logits_of(model: nn.Module, ids: Tensor) -> Tensor:
     """The logits of one forward pass, without a cache of keys and values."""
     logits: Tensor = model(input_ids=ids, use_cache=False).logits

@@ -39,6 +39,7 @@ from bitplan.packed.checkpoints.causal_lm import (
     read_model,
     read_tokenizer,
     require_causal,
+    require_finite,
 )
 from bitplan.packed.checkpoints.gpt_oss_tensors import is_gpt_oss
 from bitplan.packed.checkpoints.load import device_of, load_packed, require_transformers
@@ -298,14 +299,6 @@ def _end_of_turn(lm: CausalLM) -> set[int]:
         if lm.tokenizer.decode([token]).strip():
             break
     return set()
-
-
-def require_finite(logits: Tensor, lm: CausalLM, tokens: int) -> None:
-    """Refuse logits whose largest is NaN or infinite: its index is no token. Some may be -inf: they are ruled out."""
-    if not bool(logits.amax(dim=-1).isfinite().all()):
-        raise MeasureError(
-            f"{lm.where}: logits that are not finite after {tokens} tokens; look for NaN or overflow in the weights"
-        )
 
 
 def weight_bytes(model: nn.Module) -> int:
