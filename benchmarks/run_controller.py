@@ -35,8 +35,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from bitplan.fp8.apply import apply_fp8
 from bitplan.report import TrainingLog, write_report
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.selective.run_controller import RunController, RunSettings
-from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 

@@ -47,10 +47,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional
 
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.selective.calibration import CalibrationResult, run_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 

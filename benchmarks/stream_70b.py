@@ -24,9 +24,9 @@ from llama_stack import LlamaBlock, LlamaStack, LowRankLinear, Size, rotary
 from stream_decode import pinned_bandwidth
 from torch import Tensor, nn
 
-from bitplan.streaming import stream_blocks as stream_module
+from bitplan.streaming import block_stream as stream_module
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.find_blocks import BlockLayout
-from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import StreamDevice
 from bitplan.streaming.transfer.host_memory import Fill, MemoryHost
 

@@ -38,8 +38,8 @@ import harness
 import torch
 from torch import Tensor, nn
 
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.options import StreamOptions
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 STARTED = time.perf_counter()

@@ -27,7 +27,7 @@ from llama_stack import FULL, TINY, LlamaStack, Size
 from stream_rows import Row
 from streaming import Run, document_of, inputs
 
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 SLOTS = 3

@@ -144,12 +144,14 @@ def main() -> None:
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--arms", type=lambda names: names.split(","), help="some of the arms, float32 among them")
     parser.add_argument("--tuning-steps", type=int, default=60)
     parser.add_argument("--output", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     text = arguments.text.read_text(encoding="utf-8")
     arms = ["float32", "int8", *(["bitsandbytes"] if importlib.util.find_spec("bitsandbytes") else []), *ROUNDINGS]
+    arms = arguments.arms or arms
     scratch_rows, tuning_rows = [], []
     data = torch.tensor(list(text.encode()[:1_000_000]))
     for seed in SEEDS:

@@ -29,7 +29,7 @@ from stream_decode import pinned_bandwidth
 from torch import Tensor
 
 from bitplan.formats.dispatch import Picked
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.training import trained_weight as adamw
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import StreamDevice

@@ -47,8 +47,8 @@ from stream_decode import pinned_bandwidth
 from stream_rows import Row, Slots, line_of, slots_of, slots_order, table_of
 from torch import Tensor
 
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.options import StreamOptions
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.transfer.devices import CudaDevice, SimulatedDevice, StreamDevice
 
 WARM_UP = 2

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from bitplan.packed.checkpoints.load import load_packed as load_packed
     from bitplan.packed.checkpoints.save import save_packed as save_packed
     from bitplan.streaming.selective.trainer_callbacks import streaming_callback as streaming_callback
-    from bitplan.streaming.stream_blocks import stream_blocks as stream_blocks
+    from bitplan.streaming.block_stream import stream_blocks as stream_blocks
     from bitplan.searching.fit import fit as fit
     from bitplan.searching.goal import Goal as Goal
     from bitplan.searching.run import search as search

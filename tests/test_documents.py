@@ -29,11 +29,11 @@ from bitplan.report.page import build_sections
 from bitplan.report.read_records import read_records
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.fit import read_fit
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.selective.calibration import load_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.state import PolicyState, load_state
 from bitplan.streaming.selective.training_policy import PrecisionStepMetrics, SelectivePrecisionPolicy
-from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.telemetry import StreamStepStats
 from bitplan.streaming.training import training_state
 from bitplan.streaming.training.adamw import AdamWSettings

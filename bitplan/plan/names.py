@@ -46,7 +46,7 @@ class ShellPatterns:
             lists = "; `bitplan inspect` lists those of a file, `bitplan plan` those of a plan"
             faults = [
                 f"the pattern {pattern!r} matches no {thing}"
-                f"{_as_shell_pattern(pattern) or did_you_mean(pattern, prefixes) or lists}"
+                f"{_as_shell_pattern(pattern, names) or did_you_mean(pattern, prefixes) or lists}"
                 for pattern in idle[:MOST_UNMATCHED_SHOWN]
             ]
             more = f"; nor do {len(idle) - len(faults)} more" if len(idle) > len(faults) else ""
@@ -59,13 +59,15 @@ def _prefixes(name: str) -> list[str]:
     return [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
 
 
-def _as_shell_pattern(pattern: str) -> str:
-    """A hint how to write a pattern that looks like a regular expression; '' for others."""
+def _as_shell_pattern(pattern: str, names: Iterable[str]) -> str:
+    """A hint how to write a pattern that looks like a regular expression; '' for others, and if no name would match."""
     if pattern[:1] in ("*", "?") or not re.search(r"[\\^$()|+{}]|\.\*", pattern):
         return ""  # no regular expression begins so
     text = re.sub(r"\(?(\\d|\[0-9\])[+*]?\)?|\.[*+]", "*", pattern.removeprefix("^").removesuffix("$")).replace(
         "\\.", "."
     )
+    if pattern[0] != "." and text == pattern.replace(".*", "*") and not fnmatch.filter(names, text):
+        return ""  # a `.*` alone may well be meant as it is
     how = "give one for each, or a manifest" if re.search(r"[\\^$()|+{}]", text) else f"write {text!r}"
     return f"; it is read as a shell pattern (* ? [ab]), not as a regular expression: {how}"
 

@@ -1,6 +1,6 @@
 """Models whose blocks wait on the host and cross to the device when they are needed.
 
-stream_blocks      the entry: changes a model so that its blocks are streamed; `options` checks what was asked for
+block_stream       `stream_blocks` changes a model so that its blocks are streamed; `options` checks what was asked for
 find_blocks        what a block is: its parameters, and their bytes in their formats
 weight_loader      loads the block that is asked for, and prefetches what comes next; `saved_tensors` for backward
 reencode_blocks    the encoded bytes on the host, made again before a step where formats or weights changed
@@ -14,6 +14,7 @@ from bitplan.base.names import lazy_names
 
 if TYPE_CHECKING:
     from bitplan.base.errors import StreamError as StreamError
+    from bitplan.streaming.block_stream import stream_blocks as stream_blocks
     from bitplan.streaming.options import StreamOptions as StreamOptions
     from bitplan.streaming.selective.trainer_callbacks import (
         TensorBoardScalars as TensorBoardScalars,

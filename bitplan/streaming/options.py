@@ -192,8 +192,11 @@ class StreamRequest(StreamOptions):
                 f"compile={self.compile!r}: expected True, False or a mapping of torch.compile's arguments"
             )
         if not isinstance(self.optimizer, Settings | None):
+            given: Any = self.optimizer
+            shown = repr(given) if isinstance(given, str) else getattr(given, "__name__", type(given).__name__)
             raise StreamError(
-                f"optimizer: expected AdamWSettings or HostOptimizer, got {type(self.optimizer).__name__}"
+                f"optimizer: expected AdamWSettings or HostOptimizer of bitplan.streaming, got {shown}; "
+                "for another optimizer of torch give HostOptimizer(torch.optim.SGD, 0.1, {'momentum': 0.9})"
             )
         if self.clip_grad_norm is not None:
             if train != "weights":

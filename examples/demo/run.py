@@ -84,11 +84,11 @@ from bitplan.plan import Manifest, Plan, check_headers
 from bitplan.report import TrainingLog, write_report
 from bitplan.searching.goal import Goal
 from bitplan.searching.run import SearchOptions, SearchResult, search
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.selective.calibration import CalibrationResult, run_calibration
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.decide import Hints
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice, StreamDevice
 from bitplan.trees import BoostedTreesClassifier

@@ -87,9 +87,9 @@ def selective_policy() -> tuple[Any, Any]:
     """A policy that the example of the page fits."""
     from torch import nn
 
+    from bitplan.streaming.block_stream import stream_blocks
     from bitplan.streaming.selective.config import SelectivePrecisionConfig
     from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-    from bitplan.streaming.stream_blocks import stream_blocks
 
     saved = json.loads(example_text("selective-state"))["policy"]["config"]
     config = SelectivePrecisionConfig.from_document(saved | {"telemetry_enabled": False})
@@ -108,7 +108,7 @@ def read_selective_state(path: Path) -> None:
 def streamed() -> Any:
     from torch import nn
 
-    from bitplan.streaming.stream_blocks import stream_blocks
+    from bitplan.streaming.block_stream import stream_blocks
     from bitplan.streaming.training.adamw import AdamWSettings
 
     layer = nn.Linear(4, 4)

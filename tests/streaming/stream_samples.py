@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bitplan import decode, encode
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.options import StreamOptions
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.transfer.devices import Copied, Mark, SimulatedDevice
 
 WIDTH, COUNT = 128, 6

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
 
 from bitplan.base.errors import StreamError
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.transfer.devices import Mark, SimulatedDevice
 from tests.crosses import few
 from tests.streaming.stream_samples import (

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import StreamError
-from bitplan.streaming.stream_blocks import BlockStream
+from bitplan.streaming.block_stream import BlockStream
 from tests.streaming.stream_samples import assert_equal, batch, decoded_twin, make_stack, streaming
 from tests.streaming.test_weights import SETTINGS, adamw, masters_of, run_streamed
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from bitplan.base.errors import BlockNonFiniteError, StreamError
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.training import trained_weight
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, make_stack, streaming

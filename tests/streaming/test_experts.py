@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from bitplan.base.errors import StreamError, TransferError
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from bitplan.streaming.transfer.expert_memory import runs
 from tests.streaming.interrupts import Interrupter

@@ -10,8 +10,8 @@ from torch import nn
 
 from bitplan.base.errors import PlanError, StreamError
 from bitplan.plan.plan import Choice, Plan, Planned
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.find_blocks import move_resident
-from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.crosses import few
 from tests.streaming.stream_samples import COUNT, OPTIONS, batch, decoded_twin, make_stack, streaming

@@ -14,9 +14,9 @@ import warnings
 import pytest
 import torch
 
-import bitplan.streaming.stream_blocks as stream_module
+import bitplan.streaming.block_stream as stream_module
 from bitplan.base.errors import StreamError
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.streaming.interrupts import Interrupter

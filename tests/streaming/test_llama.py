@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import StreamError
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import OPTIONS, LowRank, assert_equal, decoded_twin, gradients
 

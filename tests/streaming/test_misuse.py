@@ -5,12 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
+import bitplan
 from bitplan.base.errors import StreamError
 from tests.crosses import few
 from tests.streaming.stream_samples import CHECKPOINTING, assert_equal, batch, make_stack, streaming
@@ -243,3 +245,43 @@ def test_masters_of_float64_weights_are_refused():
     refused = pytest.raises(StreamError, match=r"layers\.0\.\S+ is float64, and train='weights' learns in float32")
     with refused, streaming(model, train="weights"):
         pass
+
+
+@pytest.mark.parametrize("step", ["0", None, True, 1.0])
+def test_a_step_has_a_number(step):
+    with streaming(make_stack(adapters=True)) as stream:
+        with pytest.raises(StreamError, match=f"begin_step: expected the number of the step, got {step!r}"):
+            stream.begin_step(step)
+        stream.begin_step(torch.tensor(3))
+        stream.end_step()
+        stream.synchronize()
+        assert stream.stats.last.step == 3
+
+
+def run_with_optimizer_of_all(**options) -> list[str]:
+    """What a loop is warned of, whose own optimizer holds the streamed weights too."""
+    model = make_stack(adapters=False)
+    model.layers[0].norm.requires_grad_(False)
+    with warnings.catch_warnings(record=True) as caught, streaming(model, train="weights", **options) as stream:
+        warnings.simplefilter("always")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            stream.begin_step(step)
+            model(batch(step)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stream.end_step()
+    return [str(one.message) for one in caught if one.category is UserWarning]
+
+
+def test_an_optimizer_that_cannot_step_streamed_weights_is_told_so_once():
+    (warned,) = run_with_optimizer_of_all()
+    assert "AdamW holds 28 streamed weights (as layers.0.up.weight)" in warned
+    assert "lr=1e-05" in warned
+    assert run_with_optimizer_of_all(optimizer=SETTINGS) == []
+
+
+def test_the_function_is_found_where_its_options_are():
+    from bitplan import streaming as package
+
+    assert package.stream_blocks is bitplan.stream_blocks

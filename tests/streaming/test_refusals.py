@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from bitplan.base.errors import FormatError, PlanError, StreamError
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.transfer.devices import SimulatedDevice, open_device
 from tests.streaming.stream_samples import arguments_of, batch, make_stack, streaming
 
@@ -112,6 +112,13 @@ def test_other_arguments():
     refuse(model, "vram_bytes= is what slots='auto' may take, and slots=3", vram_bytes=2**30, slots=3)
     refuse(model, "timeout_s=-1: expected seconds above 0", timeout_s=-1)
     refuse(make_stack(adapters=False), "expected a norm above 0, got '1'", train="weights", clip_grad_norm="1")
+    for optimizer, shown in (
+        ("adam", "'adam'"),
+        (torch.optim.SGD, "SGD"),
+        (torch.optim.SGD([torch.ones(1)], 0.1), "SGD"),
+    ):
+        message = rf"of bitplan.streaming, got {shown}; .* give HostOptimizer\(torch.optim.SGD"
+        refuse(make_stack(adapters=False), message, train="weights", optimizer=optimizer)
     for device in ("gpu", None):
         refuse(model, "expected 'cuda', 'cuda:1', or 'cpu' to try it out", device=device)
     with pytest.raises(StreamError, match=r"expected a model \(torch.nn.Module\), got str"):

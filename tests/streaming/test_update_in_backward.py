@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bitplan.base.errors import BlockNonFiniteError, StreamError
-from bitplan.streaming.stream_blocks import stream_blocks
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.training import host_training
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice

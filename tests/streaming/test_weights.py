@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from bitplan import decode, encode
 from bitplan.base.errors import StreamError
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.options import StreamOptions
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training import host_training, trained_weight
 from bitplan.streaming.training.adamw import AdamWSettings
 from tests.crosses import few

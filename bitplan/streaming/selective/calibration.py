@@ -47,13 +47,13 @@ from bitplan.base.hardware import hash_tensors
 from bitplan.base.records import write_json
 from bitplan.formats import get_format
 from bitplan.plan.names import listed, natural_order
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.selective.config import SelectivePrecisionConfig
 from bitplan.streaming.selective.gradient_statistics import relative_output_error, rounding_error
 from bitplan.streaming.selective.layer_probes import first_tensor
 from bitplan.streaming.selective.precision_units import PrecisionUnits, Weight
 from bitplan.streaming.selective.score import mean_of
 from bitplan.streaming.selective.state import layout_of
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 
 DOCUMENT = "bitplan-calibration"
 VERSION = 1

@@ -28,7 +28,7 @@ from bitplan.streaming.selective.config import PRECISIONS, SelectiveError, Selec
 from bitplan.streaming.selective.state import layout_of
 
 if TYPE_CHECKING:
-    from bitplan.streaming.stream_blocks import BlockStream
+    from bitplan.streaming.block_stream import BlockStream
 
 
 class Weight(NamedTuple):

@@ -64,11 +64,11 @@ from bitplan.base.records import Closing, write_json
 from bitplan.formats import get_format
 from bitplan.plan.from_records import RUN_LOG, RunChange, RunLog, read_run_log
 from bitplan.plan.plan import Choice, PartKind, Plan, Planned
+from bitplan.streaming.block_stream import BlockStream
 from bitplan.streaming.find_blocks import StreamedBlock
 from bitplan.streaming.selective.calibration import evaluating
 from bitplan.streaming.selective.config import SelectiveError, SelectiveFileError
 from bitplan.streaming.selective.decide import Candidate, choose_low_set
-from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training.processes import several_processes
 
 log = logging.getLogger("bitplan")

@@ -38,10 +38,10 @@ from bitplan.base.errors import StreamError
 from bitplan.base.optional import require
 from bitplan.base.records import on_failure
 from bitplan.plan.names import listed
+from bitplan.streaming.block_stream import BlockStream, stream_blocks
 from bitplan.streaming.selective.calibration import Forward
 from bitplan.streaming.selective.config import SelectiveError
 from bitplan.streaming.selective.training_policy import SelectivePrecisionPolicy
-from bitplan.streaming.stream_blocks import BlockStream, stream_blocks
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings

@@ -52,6 +52,7 @@ from bitplan.base.documents import OBJECT, SIZE, Kind, Reader, is_number, load_d
 from bitplan.base.errors import BitplanError
 from bitplan.base.logs import JsonLog
 from bitplan.base.records import Closing, write_json
+from bitplan.streaming.block_stream import BlockStream
 from bitplan.streaming.selective.calibration import (
     CalibrationResult,
     Forward,
@@ -88,7 +89,6 @@ from bitplan.streaming.selective.state import (
     state_from_document,
     state_to_document,
 )
-from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.telemetry import StreamStepStats
 from bitplan.streaming.training.host_training import GRADIENTS_WAITING
 from bitplan.streaming.transfer.transfer_limits import ConductorState, HeuristicPolicyBridge, Phase, RuntimeLimitHints

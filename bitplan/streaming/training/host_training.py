@@ -46,7 +46,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
 from bitplan.base.process_status import ANSWER_WAIT_S
-from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, aligned
+from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, StreamedParameter, aligned
 from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
 from bitplan.streaming.saved_tensors import refuse_second_derivatives
 from bitplan.streaming.telemetry import StepRecorder
@@ -406,8 +406,8 @@ class HostTraining:
 
     def settings_now(self) -> dict[Key, Settings]:
         """The settings of every weight from the next update on, by block and parameter."""
-        common, own = self.settings.with_lr(self.lr), self._own_settings
-        return {key: own.get(key) or common.of(shape) for key, shape in self._shapes.items()}
+        common, single = self.settings.with_lr(self.lr), self._own_settings
+        return {key: single.get(key) or common.of(shape) for key, shape in self._shapes.items()}
 
     def trains(self, block: str, name: str) -> bool:
         return name in self._weights.get(block, {})
@@ -415,6 +415,11 @@ class HostTraining:
     def trained_in(self, block: str) -> Collection[str]:
         """The names of a block's trained parameters."""
         return self._weights.get(block, {}).keys()
+
+    def parameters(self) -> dict[str, StreamedParameter]:
+        """The model's Parameters of weights that are trained now, by full name."""
+        trained = {f"{block}.{name}": self._blocks[block].parameters[name] for block, name in self._keys}
+        return {name: one for name, one in trained.items() if one.parameter.requires_grad}
 
     def weight(self, block: str, name: str) -> TrainedWeight:
         return self._weights[block][name]
@@ -606,12 +611,12 @@ class HostTraining:
             pairs = []
             for name, gradient in bundle.gradients.items():
                 key = bundle.block, name
-                place = None if key in sums else memory.place(key, gradient.dtype)
-                if place is None:
+                target = None if key in sums else memory.place(key, gradient.dtype)
+                if target is None:
                     staged[key] = gradient
                 else:
-                    direct[key] = place
-                    pairs.append((place, gradient))
+                    direct[key] = target
+                    pairs.append((target, gradient))
             if pairs:
                 self._copy_out(pairs, after)
                 sums.update(direct)

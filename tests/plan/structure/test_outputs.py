@@ -30,8 +30,8 @@ from bitplan import apply_plan, describe
 from bitplan.base.errors import BitplanError
 from bitplan.fp8.apply import apply_fp8
 from bitplan.packed import fuse_projections
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.options import StreamOptions
-from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.transfer.devices import SimulatedDevice
 from tests.plan.structure import handwritten_models as models

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from bitplan import apply_fp8, read_plan, stream_blocks
 from bitplan.base.errors import FormatError, PlanFileError
 from bitplan.plan.from_records import read_run_log
+from bitplan.streaming.block_stream import BlockStream
 from bitplan.streaming.selective.config import SelectiveError, SelectiveFileError
 from bitplan.streaming.selective.run_controller import (
     RunController,
@@ -24,7 +25,6 @@ from bitplan.streaming.selective.run_controller import (
     final_queue,
     option_key,
 )
-from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import OPTIONS
 

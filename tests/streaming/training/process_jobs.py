@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from bitplan.base import process_status
 from bitplan.base.errors import StreamError
+from bitplan.streaming.block_stream import BlockStream
 from bitplan.streaming.selective.trainer_callbacks import lightning_callback, trainer_callback
-from bitplan.streaming.stream_blocks import BlockStream
 from bitplan.streaming.training import processes
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.optimizers import Settings

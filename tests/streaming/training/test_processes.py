@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bitplan.base.errors import StreamError
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.options import StreamOptions
 from bitplan.streaming.selective.trainer_callbacks import WEIGHTS_FILE
-from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.optimizers import HostOptimizer, Lion
 from bitplan.streaming.training.processes import SLICE_ALIGNMENT, Processes, hide_from_ddp
 from tests.streaming.stream_samples import assert_equal, batch, make_stack, streaming

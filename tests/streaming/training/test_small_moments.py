@@ -12,9 +12,9 @@ from torch import nn
 from bitplan.base.errors import StreamError
 from bitplan.plan.plan import Plan
 from bitplan.streaming import options
+from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.find_blocks import StreamedParameter
 from bitplan.streaming.options import StreamOptions
-from bitplan.streaming.stream_blocks import stream_blocks
 from bitplan.streaming.training.adamw import BLOCK, AdamWSettings, SmallMoments, join_master, split_master
 from bitplan.streaming.training.trained_weight import TrainedWeight
 from tests.streaming.stream_samples import assert_equal, batch, bytes_of, make_stack, streaming

@@ -24,9 +24,11 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from bitplan.base.errors import FormatError, StreamError, StreamStateError
 from bitplan.base.names import keywords_in
@@ -45,6 +47,7 @@ from bitplan.streaming.reencode_blocks import BlockUpkeep, formats_of, lay_out_a
 from bitplan.streaming.routed_experts import Mixture, RoutedExperts, take_out_experts
 from bitplan.streaming.saved_tensors import check_torch, in_backward, save_where_weights_lie
 from bitplan.streaming.telemetry import StepRecorder, StreamStats, Telemetry
+from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.optimizers import Settings
 from bitplan.streaming.training.processes import Processes, hide_from_ddp, refuse_subgroups, several_processes
@@ -275,6 +278,7 @@ class BlockStream:
         self._is_closed = False
         self._step: int | None = None
         self._end_was_called = False  # of the open step
+        self._seen_optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()
         self._host = open_host(options.host, device, options.host_folder)
         self.training = HostTraining(blocks, device, options) if options.train == "weights" else None
         names = list(self._by_name)
@@ -299,6 +303,8 @@ class BlockStream:
         if self.experts is not None:
             self.experts.wrap()
         self._hooks = self._upkeep.hook_state_dicts()
+        if self.training is not None and options.optimizer is None:
+            self._hooks.append(register_optimizer_step_pre_hook(self._warn_of_idle_optimizer))
         routed = [f"{block.name}.{name}" for block in blocks for name in block.routed]
         self._show_to_ddp = hide_from_ddp(model, [*_by_full_name(formats), *routed])
 
@@ -323,6 +329,9 @@ class BlockStream:
         begin_step again to go on. With train="weights" this waits to know if the last step counts, not for its AdamW.
         """
         self._check_open()
+        if isinstance(step, bool) or not hasattr(step, "__index__"):
+            raise StreamError(f"begin_step: expected the number of the step, got {step!r}")
+        step = int(step)
         if self._step is not None:
             self._warn_of_lost_gradients(step)
             self._abandon()
@@ -355,6 +364,25 @@ class BlockStream:
             warnings.warn(
                 f"step {self._step} was not ended, so its gradients are dropped and its streamed weights not trained; "
                 "call end_step() after your optimizer's step",
+                UserWarning,
+                stacklevel=4,
+            )
+
+    def _warn_of_idle_optimizer(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Warn where an optimizer has a rate for streamed weights, which are trained at the stream's default one."""
+        training = self.training
+        if training is None or optimizer in self._seen_optimizers:
+            return
+        self._seen_optimizers.add(optimizer)
+        if training.own_settings or training.lr != AdamWSettings().lr:
+            return
+        trained = {id(one.parameter): name for name, one in training.parameters().items()}
+        held = [trained[id(one)] for group in optimizer.param_groups for one in group["params"] if id(one) in trained]
+        if held:
+            warnings.warn(
+                f"{type(optimizer).__name__} holds {len(held)} streamed weights (as {held[0]}) and cannot step them: "
+                f"the stream does, by AdamW with lr={training.lr:g}; give stream_blocks "
+                "optimizer=AdamWSettings(lr=...), and this optimizer the parameters outside of blocks",
                 UserWarning,
                 stacklevel=4,
             )
