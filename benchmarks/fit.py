@@ -156,7 +156,8 @@ def peaks(given: argparse.Namespace, note: Callable[[dict[str, Any]], None]) -> 
                 }
                 packed = Path(scratch, f"packed-{share:g}")
                 bitplan.quantize_file(folder, packed, wanted, options={"kv": "int8"})
-                peak_of(packed, given.batch, WARM_CONTEXT)  # compiles loops, which would count
+                if share == SHARES[0]:
+                    peak_of(packed, given.batch, WARM_CONTEXT)  # compiles what does not come compiled
                 measured = [peak_of(packed, given.batch, given.context) for _ in range(given.repeats)]
                 shutil.rmtree(packed)
                 row = {"model": Path(model).name, "context": given.context, "batch": given.batch, "limit_bytes": limit}

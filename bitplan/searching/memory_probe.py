@@ -2,6 +2,7 @@
 
 The probe is the model's own architecture with few layers, a small vocabulary and packed weights of no meaning: what
 passes between layers, masks and decoded keys and values do not depend on the number of layers, and logits are counted.
+On a CPU a small model has more of its layers, for what the allocator keeps free between blocks grows with them.
 Its cache is filled with numbers up to the context; then the last piece of a prompt and one token are read, as
 `generate` reads them, on a CPU a few pieces on the way, too. The highest resident memory of that process (on a GPU, of
 torch's allocator), less the weights and the cache that it held, is the answer, with 2% more: what is asked for is a
@@ -27,9 +28,10 @@ from bitplan.base.documents import LIST, NUMBER, OBJECT, SIZE, TEXT, Kind, Reade
 from bitplan.base.hardware import give_back_memory
 from bitplan.base.records import write_json
 from bitplan.searching.engine_memory import EngineMemory, Held
-from bitplan.searching.goal import EvidenceFileError, SearchError
+from bitplan.searching.goal import EvidenceFileError, GoalError, SearchError
 
 LAYERS, VOCABULARY, ROWS_AT_ONCE = 2, 512, 2048
+PROBED_NUMBERS = 2**26  # in the layers of a probe on a CPU, 256 MB in float32, where the first few have no more
 DECODED_SHAPES = ((2048, 4096), (8192, 4096))
 PROBE_S = 600.0
 MEMORY, DOCUMENT, VERSION = "memory.json", "bitplan-memory", 1
@@ -124,6 +126,7 @@ def probe_memory(
     timed   how long a token takes, too, and bytes of weights in either memory
     """
     config = config_of(model)
+    check_positions(config, context)
     request = {
         "config": config.to_dict(),
         "model_type": config.model_type,
@@ -135,9 +138,15 @@ def probe_memory(
     # The child imports the command line, as `bitplan generate` does.
     code = "import bitplan.cli.app; from bitplan.searching.memory_probe import run_probe; run_probe()"
     command = [sys.executable, "-c", code]
-    done = subprocess.run(
-        command, input=json.dumps(request, default=str), capture_output=True, text=True, timeout=PROBE_S, check=False
-    )
+    try:
+        words = json.dumps(request, default=str)
+        done = subprocess.run(command, input=words, capture_output=True, text=True, timeout=PROBE_S, check=False)
+    except subprocess.TimeoutExpired as error:
+        raise SearchError(
+            f"the memory beside weights was not measured within {PROBE_S:.0f} s for {config.model_type} with "
+            f"{context:,} tokens of context and a batch of {batch}; ask for a shorter context, or run again on an idle "
+            "machine"
+        ) from error
     lines = done.stdout.strip().splitlines()
     if done.returncode or not lines:
         last_line = (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
@@ -147,6 +156,18 @@ def probe_memory(
     token_times = None if times is None else TokenTimes(**times)
     beside = int(MARGIN * answer["nbytes"])
     return MemoryProbe(context, batch, device, beside, token_times, answer.get("floor"), answer.get("decoded"))
+
+
+def check_positions(config: Any, context: int) -> None:
+    """Refuse a context beyond the model's positions, as running the model does."""
+    text_config = config.get_text_config(decoder=True)
+    positions = getattr(text_config, "max_position_embeddings", None)
+    if isinstance(positions, int) and context > positions:
+        raise GoalError(
+            f"{config.model_type}: the model was made for texts of {positions:,} tokens or fewer, got a context of "
+            f"{context:,}",
+            settings={"context": positions},
+        )
 
 
 def config_of(model: nn.Module | str | Path) -> Any:
@@ -192,8 +213,10 @@ class Reserve:
         """Measure, or find, the memory beside weights at a context, with the goal's texts and device."""
         goal = self.goal
         if goal.engine.overhead is not None:
-            request = _HeldAtOnce(context, goal.batch)
-            return MemoryProbe(context, goal.batch, goal.device, goal.engine.overhead(config_of(self.model), request))
+            request, config = _HeldAtOnce(context, goal.batch), config_of(self.model)
+            if context == goal.context:
+                check_positions(config, context)
+            return MemoryProbe(context, goal.batch, goal.device, goal.engine.overhead(config, request))
         probes_before = self._known()
         timed = goal.ram is not None
         probe = next((one for one in probes_before if one.is_of(context, goal.batch, goal.device, timed=timed)), None)
@@ -256,7 +279,8 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
 
     torch_device = torch.device(device)
     vocabulary = int(config.get("vocab_size") or VOCABULARY)
-    model = _small_model(config, model_type, torch_device, LAYERS, "int8_row")
+    layers = _probed_layers(config, model_type) if torch_device.type == "cpu" else LAYERS
+    model = _small_model(config, model_type, torch_device, layers, "int8_row")
     with torch.inference_mode():
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=torch_device), use_cache=False)  # compiled loops
         piece = min(PIECE_TOKENS, max(1, context - 1))
@@ -345,16 +369,19 @@ def _decoding_costs(device: Any) -> dict[str, tuple[float, ...]]:
     return costs
 
 
-def _small_model(config: dict[str, Any], model_type: str, device: Any, layers: int, fmt: str) -> Any:
-    """The architecture with few layers, packed in one format, on a device; numbers have no meaning."""
+def _probed_layers(config: dict[str, Any], model_type: str) -> int:
+    """How many of the model's layers a probe on a CPU has: all of a small model's, few of a large one's."""
+    few = sum(part.numel() for part in _empty_model(config, model_type, LAYERS, "meta").parameters())
+    most = int(config.get("num_hidden_layers") or LAYERS)
+    affordable: int = PROBED_NUMBERS * LAYERS // few
+    return max(LAYERS, min(most, affordable))
+
+
+def _empty_model(config: dict[str, Any], model_type: str, layers: int, device: Any, dtype: Any = None) -> Any:
+    """The architecture with few layers, as transformers makes it."""
     import torch
     import transformers
 
-    from bitplan.packed.apply_plan import apply_plan
-    from bitplan.packed.fused_projections import fuse_what_is_seen
-    from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers
-
-    on_cpu = device.type == "cpu"
     small = config | {"num_hidden_layers": layers, "vocab_size": VOCABULARY, "dtype": None}
     small |= dict.fromkeys(("quantization_config", "pad_token_id", "bos_token_id", "eos_token_id"))
     if isinstance(config.get("layer_types"), list):
@@ -362,11 +389,22 @@ def _small_model(config: dict[str, Any], model_type: str, device: Any, layers: i
         other = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
         small["layer_types"] = [other if layer % 2 else kinds[0] for layer in range(layers)]
     shrunk = transformers.AutoConfig.for_model(model_type, **{k: v for k, v in small.items() if k != "model_type"})
+    with torch.device(device):
+        return transformers.AutoModelForCausalLM.from_config(shrunk, trust_remote_code=False, dtype=dtype).eval()
+
+
+def _small_model(config: dict[str, Any], model_type: str, device: Any, layers: int, fmt: str) -> Any:
+    """The architecture with few layers, packed in one format, on a device; numbers have no meaning."""
+    import torch
+
+    from bitplan.packed.apply_plan import apply_plan
+    from bitplan.packed.fused_projections import fuse_what_is_seen
+    from bitplan.packed.rounded_inputs import round_inputs, runs_on_integers
+
+    on_cpu = device.type == "cpu"
     stored = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16").removeprefix("torch.")
     dtype = torch.float32 if on_cpu else getattr(torch, stored)
-    with device:
-        model: Any = transformers.AutoModelForCausalLM.from_config(shrunk, trust_remote_code=False, dtype=dtype).eval()
-    model.to(device)
+    model = _empty_model(config, model_type, layers, device, dtype).to(device)
     apply_plan(model, fmt, unsupported="skip")
     if on_cpu and runs_on_integers(model):  # as `load_for_running` does: packed experts take inputs as they are
         round_inputs(model, "int8")

@@ -22,7 +22,7 @@ from bitplan.searching.engine_memory import ENGINES
 from bitplan.searching.evidence import SearchEvidence
 from bitplan.searching.fit import KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, SearchError, parse_tokens
-from bitplan.searching.memory_probe import MemoryProbe, _measure
+from bitplan.searching.memory_probe import MemoryProbe, Reserve, _measure, probe_memory
 from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
 from bitplan.searching.solver import solve
 from tests.searching.tiny_mixtral import rounding_to_nearest
@@ -41,7 +41,7 @@ def tiny_llama():
         num_hidden_layers=3,
         num_attention_heads=2,
         num_key_value_heads=1,
-        max_position_embeddings=64,
+        max_position_embeddings=4096,
         initializer_range=0.15,
         tie_word_embeddings=True,
     )
@@ -292,6 +292,30 @@ def test_the_probe_counts_what_is_neither_weights_nor_cache():
     more_logits = _measure(config | {"vocab_size": 10**8}, "llama", 64, 1, "cpu")
     assert 10**7 < small["nbytes"] < 10**10
     assert more_logits["nbytes"] - small["nbytes"] > 10**9 - 10**8
+
+
+def test_the_probe_has_all_layers_of_a_small_model_and_few_of_a_large_one():
+    config = tiny_llama().config
+    assert memory_probe._probed_layers(config.to_dict(), "llama") == 3
+    config.hidden_size, config.intermediate_size = 4096, 14336
+    assert memory_probe._probed_layers(config.to_dict(), "llama") == memory_probe.LAYERS == 2
+
+
+def test_a_context_beyond_the_models_positions_is_refused():
+    model = tiny_llama()
+    with pytest.raises(GoalError, match="texts of 4,096 tokens or fewer, got a context of 4,097") as refused:
+        probe_memory(model, 4097, 1)  # the fixture's stands in memory_probe, not here
+    assert refused.value.settings == {"context": 4096}
+    engine = Reserve(model, FitGoal(10**9, 4097, target="llama.cpp"))
+    with pytest.raises(GoalError, match="4,097"):
+        engine.at(4097)
+    assert Reserve(model, FitGoal(10**9, 4096, target="llama.cpp")).estimate(8192) > 0  # of the picture around a goal
+
+
+def test_a_probe_that_takes_too_long_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(memory_probe, "PROBE_S", 0.01)
+    with pytest.raises(SearchError, match=r"4,096 tokens of context and a batch of 3; ask for a shorter context"):
+        probe_memory(tiny_llama(), 4096, 3)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ LEFT = 1_300_000  # for weights, keys and values
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("fit")
     save_llama(folder / "llama", blocks=1)
+    config = folder / "llama" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"max_position_embeddings": 2**15}))
     (folder / "text.txt").write_text(" ".join(["abandon hope all ye who enter here"] * 40))
     return folder
 
@@ -126,6 +128,7 @@ def test_two_memories_are_answered_from_evidence_with_the_time_of_a_token(shown,
         (["--memory", "24GBs"], "expected a size such as 6GB"),
         (["--context", "many"], "such as 8192 or 32k"),
         (["--context", "4k"], "the model fits as it is"),
+        (["--context", "64k", "--for", "llama.cpp", "--formats", "q4_0_gguf"], "texts of 32,768 tokens or fewer, got a context of 65,536"),
         (["--output", "nowhere", "--plan-only"], "no evidence.json"),
     ],
 )
