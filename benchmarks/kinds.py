@@ -67,13 +67,13 @@ def main() -> None:
     plan = read_json(options.plan)["rows"][options.row]["choice"]
     choices = {options.row: {f"{group}.weight": fmt for group, fmt in plan.items()}}
     choices[options.format] = dict.fromkeys(meter.rounded.subject.sites, options.format)
+    if options.ggml:
+        for kind in TYPES:
+            row(kind, "llama.cpp", partial(theirs, options, given, kind))
     for name, content in texts.items():
         for label, choice in choices.items():
             by = "plan" if label == options.row else "uniform"
             row(f"{label}, {name}", by, partial(rounded, options, name, content, choice))
-    if options.ggml:
-        for kind in TYPES:
-            row(kind, "llama.cpp", partial(theirs, options, given, kind))
 
 
 def meter_of(options: argparse.Namespace, lm: Any, texts: Mapping[str, str]) -> tuple[PlanMeter, list[str]]:
