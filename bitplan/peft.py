@@ -71,7 +71,10 @@ def load_adapter(model: nn.Module, folder: Path | str, **options: Any) -> Any:
 
 def _check_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
-        raise LayerError(f"adapters go on a model that is loaded, a torch.nn.Module, got a {type(model).__name__}")
+        raise LayerError(
+            f"adapters go on a model that is loaded, a torch.nn.Module, got a {type(model).__name__}; "
+            "load_packed gives one"
+        )
 
 
 def _refuse_copies_of_packed_layers(model: nn.Module, peft_config: Any) -> None:

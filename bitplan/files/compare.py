@@ -120,7 +120,7 @@ def compare_models(a: Weights, b: Weights) -> Comparison:
         if ours.weights[name].shape != theirs.weights[name].shape
     ]
     if missing:
-        raise StoreError(f"the two cannot be compared: {', '.join(missing)}")
+        raise StoreError(f"the two cannot be compared: {', '.join(missing)}; give models of one architecture")
     return _comparison({name: _agreement(ours.weights[name], theirs.weights[name]) for name in counted})
 
 

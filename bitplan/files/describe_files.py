@@ -135,4 +135,7 @@ def model_class(folder: Path, config: Any) -> Any:
         classes = auto._model_mapping.get(type(config), None)
         if classes is not None:
             return classes[0] if isinstance(classes, tuple | list) else classes
-    raise FileFormatError(f"{folder / CONFIG}: transformers has no model of type {config.model_type!r:.80}")
+    raise FileFormatError(
+        f"{folder / CONFIG}: transformers {transformers.__version__} has no model of type {config.model_type!r:.80}; "
+        "pip install --upgrade transformers, which may know it"
+    )

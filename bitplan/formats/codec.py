@@ -66,7 +66,7 @@ def encode(
     check_magnitude(fmt, matrix, name)
     if isinstance(fmt, GgufBlocks):
         if scale is not None:
-            raise FormatError(f"{name}: {fmt.name} searches its scales, and takes no `scale`")
+            raise FormatError(f"{name}: {fmt.name} searches its scales, and takes no `scale`; leave it out")
         fmt.check_range(matrix, name)
         return encode_opaque(fmt, shape, matrix, importance)
     zero = base_part = None
@@ -195,11 +195,11 @@ def check_options(
     if importance is not None:
         check_importance(fmt, importance, chosen, shape, name)
     if zero_point is not None and not fmt.zero_point:
-        raise FormatError(f"{name}: {fmt.name} is signed and has no zero point")
+        raise FormatError(f"{name}: {fmt.name} is signed and has no zero point; leave it out")
     if zero_point is not None and fmt.element is not None and not 0 <= zero_point <= fmt.element.limit:
         raise FormatError(f"{name}: a zero point of {fmt.name} lies in 0..{fmt.element.limit:.0f}, got {zero_point}")
     if base is not None and not (fmt.scales and fmt.scales.needs_base):
-        raise FormatError(f"{name}: the scales of {fmt.name} have no base factor")
+        raise FormatError(f"{name}: the scales of {fmt.name} have no base factor; leave `base` out")
     if base is not None and not 0 < base < float("inf"):
         raise FormatError(f"{name}: `base` must be finite and above zero, got {base}")
     return chosen
@@ -219,12 +219,12 @@ def check_cast_options(
     options = {"scale": scale, "zero_point": zero_point, "base": base}
     unused = [f"`{option}`" for option, value in options.items() if value is not None]
     if unused:
-        raise FormatError(f"{name}: {fmt.name} is a plain cast and takes no {' and '.join(unused)}")
+        raise FormatError(f"{name}: {fmt.name} is a plain cast and takes no {' and '.join(unused)}; leave it out")
 
 
 def check_importance(fmt: Format, importance: Tensor, rule: ScaleRule, shape: tuple[int, ...], name: str) -> None:
     if rule != "mse":
-        raise FormatError(f"{name}: `importance` weighs the search of scale_rule='mse', not {rule!r}")
+        raise FormatError(f"{name}: `importance` weighs the search of scale_rule='mse', got {rule!r}; leave one out")
     cols = fmt.matrix_shape(shape)[1]
     columns = {math.prod(shape[-1:]), math.prod(shape[1:])}  # of the matrix, or of a convolution kernel as a matrix
     fitting = sorted(count for count in columns if count == cols or (count and cols % count == 0))
@@ -232,7 +232,9 @@ def check_importance(fmt: Format, importance: Tensor, rule: ScaleRule, shape: tu
         counts = " or ".join(map(str, fitting))
         raise FormatError(f"{name}: `importance` needs one weight per column ({counts}), got {importance.numel()}")
     if not bool((importance >= 0).all()) or not bool(importance.isfinite().all()):
-        raise FormatError(f"{name}: `importance` must be finite and not below zero")
+        raise FormatError(
+            f"{name}: `importance` must be finite and not below zero, got {importance.min():g} as its least"
+        )
 
 
 def check_magnitude(fmt: Format, matrix: Tensor, name: str) -> None:
@@ -241,7 +243,10 @@ def check_magnitude(fmt: Format, matrix: Tensor, name: str) -> None:
     if matrix.dtype == torch.float64 and fmt.work != torch.float64 and matrix.numel():
         beyond = int((matrix.abs() > largest).sum())
         if beyond:
-            raise FormatError(f"{name}: {beyond} of {matrix.numel()} numbers lie beyond {largest:.3g}, float32's range")
+            raise FormatError(
+                f"{name}: {beyond} of {matrix.numel()} numbers lie beyond {largest:.3g}, float32's range; "
+                "scale them down"
+            )
 
 
 def check_scales(encoded: Encoded, name: str) -> None:

@@ -91,7 +91,10 @@ class Encoded:
         """The inverse of `to_bytes`: shape and format say how long the buffer must be."""
         fmt, shape = get_format(fmt), tuple(shape)
         if len(buffer) != fmt.nbytes(shape):
-            raise FormatError(f"{fmt.name} of shape {shape} takes {fmt.nbytes(shape)} bytes, got {len(buffer)}")
+            raise FormatError(
+                f"{fmt.name} of shape {shape} takes {fmt.nbytes(shape)} bytes, got {len(buffer)}; "
+                "give all that `to_bytes` wrote"
+            )
         raw = (
             torch.frombuffer(bytearray(buffer), dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
         )

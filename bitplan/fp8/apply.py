@@ -92,7 +92,7 @@ def apply_fp8(
         return _apply(model, plans, confirm, example, emulate, include, exclude)
     rules = load_policy(policy) if isinstance(policy, str | Path) else policy
     if tokens is None:
-        raise Fp8Error("tokens is missing: sequence length x micro batch size of one step")
+        raise Fp8Error("tokens is missing: give sequence length x micro batch size of one step")
     unknown = set(parts) - set(PARTS)
     if unknown or not parts:
         raise Fp8Error(f"parts must be among {', '.join(PARTS)}, got {', '.join(sorted(unknown)) or 'none'}")
@@ -154,7 +154,9 @@ def _apply(
 ) -> AppliedFp8:
     """Describe the model, decide on every layer, check the decisions, and build the layers."""
     if not isinstance(model, nn.Module):
-        raise Fp8Error(f"FP8 goes into a model that is loaded, a torch.nn.Module, got a {type(model).__name__}")
+        raise Fp8Error(
+            f"FP8 goes into a model that is loaded, a torch.nn.Module, got a {type(model).__name__}; load it first"
+        )
     if has_fp8(model):
         raise Fp8Error("the model has FP8 layers already; apply a policy to the model as it was loaded")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

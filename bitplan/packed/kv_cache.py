@@ -139,7 +139,10 @@ class _PackedWindow(_PackedLayer, DynamicSlidingWindowLayer):  # type: ignore[mi
         self._sliding_window_tensor = self._sliding_window_tensor.to(self.device)
 
     def activate_past_recording(self) -> None:
-        raise MeasureError("keys and values of a sliding window in formats cannot go back; keep them as they are")
+        raise MeasureError(
+            "keys and values of a sliding window in formats cannot go back; keep them as they are",
+            settings={"kv": "keep"},
+        )
 
     def _hold(self, keys: PackedRows, values: PackedRows, tokens: int) -> None:
         self.cumulative_length += tokens

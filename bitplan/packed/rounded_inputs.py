@@ -156,7 +156,8 @@ def calibrate_inputs(
     unknown = [name for name in names if name.rpartition(".")[0] not in layers]
     if unknown:
         raise LayerError(
-            f"calibrate_inputs: the model has no layer of {unknown[0]!r}, which the plan rounds to {STATIC}"
+            f"calibrate_inputs: the model has no layer of {unknown[0]!r}, which the plan rounds to {STATIC}; "
+            "give the model's own plan"
         )
     largest: dict[str, float] = {}
 

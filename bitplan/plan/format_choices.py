@@ -185,7 +185,10 @@ def _check_fit(plan: Plan, tensors: Mapping[str, TensorSpec], where: str) -> Non
             )
     for name, entry in plan.entries.items():
         if entry.shape is not None and tuple(entry.shape) != tuple(tensors[name].shape):
-            raise PlanError(f"{begin}{name}: the plan is for shape {entry.shape}, here it is {tensors[name].shape}")
+            raise PlanError(
+                f"{begin}{name}: the plan is for shape {entry.shape}, here it is {tensors[name].shape}; "
+                "give this model's plan"
+            )
 
 
 def _by_patterns(

@@ -95,7 +95,9 @@ def watch_kv(
     """
     model = subject.model
     if not hasattr(model, "config"):
-        raise SearchError(f"{subject.where}: keys and values are known of models of transformers alone")
+        raise SearchError(
+            f"{subject.where}: keys and values are known of models of transformers alone; give such a model"
+        )
     parts: dict[str, tuple[int, ...]] = {}
 
     def see(layer: int, keys: Tensor, values: Tensor) -> None:

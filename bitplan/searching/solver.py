@@ -381,11 +381,15 @@ class _Problem:
             _reference_time(evidence, rows)  # raises where there are no times
         unknown = [name for name in force if name not in evidence.groups]
         if unknown:
-            raise GoalError(f"the force list names {unknown[0]!r}, which is no group of the evidence")
+            raise GoalError(
+                f"the force list names {unknown[0]!r}, which is no group of the evidence; name groups of evidence.json"
+            )
         self._pairs: list[tuple[str, str]] = []
         for name, group in evidence.groups.items():
             if name in force and force[name] not in group.formats:
-                raise GoalError(f"{name}: forced to {force[name]}, of which there is no evidence")
+                raise GoalError(
+                    f"{name}: forced to {force[name]}, of which there is no evidence; search it with this format first"
+                )
             formats = [force[name]] if name in force else self._undominated(name, list(group.formats))
             self._pairs += [(name, fmt) for fmt in formats]
         self._costs: dict[What, list[float]] = {

@@ -115,7 +115,8 @@ def read_speeds(path: str | Path, subject: SearchSubject, rows: int) -> dict[str
             ", ".join(f"{shape[0]}x{shape[1]}" for shape in sorted(group)[:4]) for group in (in_policy, asked)
         )
         raise EvidenceFileError(
-            f"{path}: a policy of another model: it has {theirs or 'nothing'}, and the model {ours}"
+            f"{path}: a policy of another model: it has {theirs or 'nothing'}, and the model {ours}; "
+            "measure this one (`bitplan fp8 bench`)"
         )
     return {
         name: max((_speedup(policy, shape, rows) for shape in group), default=1.0) for name, group in shapes.items()

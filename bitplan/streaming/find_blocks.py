@@ -109,7 +109,8 @@ def find_blocks(model: nn.Module, pattern: str, train: Train) -> list[StreamedBl
             raise StreamError(f"{name} holds packed weights; stream the float model and give its plan as `formats`")
         if any(isinstance(module, nn.RNNBase) for module in modules[name].modules()):
             raise StreamError(
-                f"{name} holds a recurrent layer, which keeps a list of its weights beside its parameters"
+                f"{name} holds a recurrent layer, which keeps a list of its weights beside its parameters; "
+                "stream other blocks"
             )
     blocks = [StreamedBlock(name, modules[name], _streamed(modules[name], train)) for name in matches]
     _refuse_shared(model, blocks)
@@ -250,7 +251,9 @@ def _refuse_nothing(blocks: Sequence[StreamedBlock], train: Train) -> None:
             )
     trained = any(one.parameter.requires_grad for block in blocks for one in block.parameters.values())
     if train == "weights" and not trained:
-        raise StreamError("train='weights', but no parameter of any block requires gradients")
+        raise StreamError(
+            "train='weights', but no parameter of any block requires gradients; call requires_grad_(True)"
+        )
 
 
 # ---- a block's bytes -------------------------------------------------------------------------------------------------

@@ -470,7 +470,10 @@ class BoostedTreesBase(FittedTrees):
         settings = replace(settings, seed=drawn[0])  # random_state=None draws one in every process
         rows = with_weight(rows)
         if not Span.of(len(rows.x), shards).total:
-            raise TreesError("sample_weight: every weight of every process is zero, so there is nothing to fit")
+            raise TreesError(
+                "sample_weight: every weight of every process is zero, so there is nothing to fit; "
+                "leave sample_weight out"
+            )
         if settings.patience is not None and not watched:
             rows, held_out = split_rows(rows, self.validation_fraction, settings.seed, shards)
             watched = [EvalSet("valid_0", held_out, metrics_of(objective, options.eval_metric))]

@@ -60,7 +60,7 @@ def _by_class(weight_by_class: Any, classes: Array, class_numbers: Array, shards
     labels = classes.tolist()
     unknown = [label for label in weight_by_class if label not in labels]
     if unknown:
-        raise TreesError(f"class_weight: {unknown[0]!r:.40} is not among the classes of y, {labels[:5]}")
+        raise TreesError(f"class_weight: {unknown[0]!r:.40} is not among the classes of y, {labels[:5]}; name these")
     return np.array([number("class_weight", weight_by_class.get(label, 1.0), 0) for label in labels])
 
 
@@ -312,7 +312,7 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
     def _alpha(self, value: Any) -> float:
         alpha = number("alpha", value, 0, 1 if self.objective == "quantile" else math.inf, above=True)
         if alpha == 1 and self.objective == "quantile":
-            raise TreesError("alpha: a quantile is above 0 and below 1, got 1")
+            raise TreesError("alpha: a quantile is above 0 and below 1, got 1; give alpha=0.9, say")
         return alpha
 
     def _check_parameters(self, features: int) -> None:

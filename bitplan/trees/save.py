@@ -111,7 +111,9 @@ def _plain(name: str, value: Any) -> Any:
     if isinstance(value, str) and not is_text(str(value)):
         raise TreesError(f"{name}: {value!r:.60} is no Unicode text, so no file can hold it; rename it")
     if isinstance(value, (int, float)) and not abs(value) <= FAR:
-        raise TreesError(f"{name}: {value} cannot be written to a model file, which holds finite numbers")
+        raise TreesError(
+            f"{name}: {value} cannot be written to a model file, which holds finite numbers; set a finite one"
+        )
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if name == "random_state":  # what it drew is in the trees

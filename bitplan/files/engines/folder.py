@@ -401,6 +401,7 @@ def _layer(source: FolderSource, name: str, wide: Format) -> OutputTensor:
     if fmt is not None and not fmt.is_cast:
         raise StoreError(
             f"{source.file.path}: the plan has {fmt.name} for {name!r}, and a plain folder holds {', '.join(PLAIN)}"
+            "; `bitplan quantize` packs one"
         )
     return source.unpacked(name, fmt, reason)
 

@@ -62,7 +62,7 @@ class ModelConfig:
 
     def _read(self, folder: Path) -> dict[str, Any]:
         if not self.path.is_file():
-            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model")
+            raise StoreError(f"{folder}: no config.json, so not a Hugging Face model; give the folder that has it")
         document = read_json(self.path)
         if not isinstance(document, dict):
             raise StoreError(f"{self.path}: expected a JSON object, got a {type(document).__name__}")
@@ -99,7 +99,9 @@ class ModelConfig:
                 if type(value) is not int or not 0 < value < 2**31:
                     raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {show(value)}")
                 return value
-        raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs")
+        raise StoreError(
+            f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs; copy config.json from the original model"
+        )
 
     @property
     def layers(self) -> int:
@@ -223,7 +225,9 @@ def _window_pattern(config: ModelConfig) -> int:
         keys = [key for key in ("sliding_window_pattern", "_sliding_window_pattern") if config.get(key)]
         return config.number(*keys) if keys else _GEMMA_PATTERN
     if full != list(range(pattern - 1, len(kinds), pattern)):
-        raise StoreError(f"{config.path}: layer_types repeat in no pattern, and llama.cpp's gemma3 has one")
+        raise StoreError(
+            f"{config.path}: layer_types repeat in no pattern, and llama.cpp's gemma3 has one; export to another target"
+        )
     return pattern
 
 
@@ -297,6 +301,7 @@ def _yarn(config: ModelConfig) -> dict[str, GGUFValue]:
         raise StoreError(
             f"{config.path}: YaRN with an attention factor of {attention:.7g} and truncate "
             f"{show(rope.get('truncate', True))} is not exported; llama.cpp computes it with {usual:.7g} and truncates"
+            "; export to another target"
         )
     return keys
 

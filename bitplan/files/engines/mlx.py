@@ -170,7 +170,10 @@ def _pack(encoded: Encoded, _layer: OutputTensor, where: str) -> list[Tensor]:
         codes, zero = encoded.data, 8
     biases = encoded.scales * -zero
     if not bool(biases.isfinite().all()):
-        raise StoreError(f"{where}: scales times {zero} lie beyond {biases.dtype}, so MLX cannot hold its biases")
+        raise StoreError(
+            f"{where}: scales times {zero} lie beyond {biases.dtype}, so MLX cannot hold its biases; "
+            "choose another format"
+        )
     return [_words(codes), encoded.scales, biases]
 
 

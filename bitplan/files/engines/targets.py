@@ -301,7 +301,8 @@ def experts_in_order(file: TensorFile, new: str, sources: Sequence[str]) -> tupl
     numbers = {expert[1]: name for name in sources if (expert := split_expert(name))}
     if sorted(numbers) != list(range(len(sources))):
         raise StoreError(
-            f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}: {len(numbers)} found"
+            f"{file.path}: the experts that become {new!r} are not 0 to {len(sources) - 1}: {len(numbers)} found; "
+            "download the model again"
         )
     if len({file.spec(name).shape for name in sources}) > 1:
         raise StoreError(f"{file.path}: the experts that become {new!r} differ in shape")

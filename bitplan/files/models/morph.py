@@ -155,10 +155,12 @@ def attach_encoded(model: nn.Module, encoded: Mapping[str, Encoded]) -> None:
             raise StoreError(f"the model has no parameter {name!r}{did_you_mean(name, parameters)}")
         parameter = parameters[name].parameter
         if version.shape != tuple(parameter.shape):
-            raise StoreError(f"{name}: the parameter has shape {tuple(parameter.shape)}, its encoding {version.shape}")
+            shapes = f"the parameter has shape {tuple(parameter.shape)}, its encoding {version.shape}"
+            raise StoreError(f"{name}: {shapes}; give encodings of this model's own weights")
         first = groups.setdefault(id(parameter), {}).setdefault(version.fmt.name, version)
         if first is not version and first.to_bytes() != version.to_bytes():
-            raise StoreError(f"{name}: another name of this tied parameter brings other {version.fmt.name} bytes")
+            other = f"another name of this tied parameter brings other {version.fmt.name} bytes"
+            raise StoreError(f"{name}: {other}; give it under one of its names")
     store_of = _store_finder(model)
     slots = {}
     for name, named in parameters.items():

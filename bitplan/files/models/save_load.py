@@ -87,7 +87,7 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
     else:
         raise FileFormatError(
             f"{path}: does not fit this model: {listed_names('missing in the file', missing)}; "
-            f"{listed_names('unknown to the model', unknown)}"
+            f"{listed_names('unknown to the model', unknown)}; give a model of the file's own class and sizes"
         )
     for name, item in items.items():
         _check_fits(path, item, name, of_model[name])

@@ -65,7 +65,10 @@ class ActivationObserver:
         features = inputs.detach().movedim(self.axis, -1)
         total = features.reshape(-1, features.shape[-1]).float().square().sum(dim=0, dtype=torch.float64)
         if self._total is not None and self._total.shape != total.shape:
-            raise StoreError(f"observer: inputs had {self._total.numel()} features before, and {total.numel()} now")
+            raise StoreError(
+                f"observer: inputs had {self._total.numel()} features before, and {total.numel()} now; "
+                "use one for each layer"
+            )
         self._total = total if self._total is None else self._total + total.to(self._total.device)
         self.count += inputs.numel() // max(1, features.shape[-1])
 
@@ -351,7 +354,10 @@ class WeightStore:
         """Drop every version: the master was changed in a way that cannot be seen."""
         with self._lock:
             if self._master is None:
-                raise StoreError(f"{self.name}: the master was released, so the versions cannot be made again")
+                raise StoreError(
+                    f"{self.name}: the master was released, so the versions cannot be made again; "
+                    "`unpack` makes a master of one"
+                )
             self._generation += 1
             self._refresh()
 

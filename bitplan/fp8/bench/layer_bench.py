@@ -105,7 +105,7 @@ class BenchOptions:
             key = name.removeprefix(PREFIX).lower()
             if key not in _READERS:
                 hint = did_you_mean(name, [PREFIX + known.upper() for known in _READERS])
-                raise BenchOptionsError(f"{name} is not a variable of the benchmark{hint}; unset it, or see the docs")
+                raise BenchOptionsError(f"{name} is not a variable of the benchmark{hint}; unset {name}")
             if environment[name].strip():
                 values[key] = read_option(key, environment[name].strip(), name)
         return cls(**values)

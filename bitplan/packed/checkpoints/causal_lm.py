@@ -361,7 +361,10 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
     config = _read("AutoConfig", folder, "config.json", _location(folder))
     mapped = AutoModelForCausalLM._model_mapping.get(type(config), None)
     if mapped is None:
-        raise MeasureError(f"{folder}: transformers has no causal language model of type {config.model_type!r:.80}")
+        raise MeasureError(
+            f"{folder}: transformers has no causal language model of type {config.model_type!r:.80}; give one that "
+            "predicts the next token"
+        )
     classes = mapped if isinstance(mapped, tuple | list) else (mapped,)
     named = [one for one in classes if one.__name__ in (config.architectures or ())]
     if getattr(config, "quantization_config", None) is not None and not _is_packed(file):

@@ -637,5 +637,6 @@ def check_filled(model: nn.Module, where: str) -> None:
     unfilled = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if unfilled:
         raise StoreError(
-            f"{where}: {len(unfilled)} tensors were not loaded, and are still on the meta device: {listed(unfilled)}"
+            f"{where}: {len(unfilled)} tensors were not loaded, and are still on the meta device: {listed(unfilled)}; "
+            "load the files that have them"
         )

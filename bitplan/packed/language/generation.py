@@ -257,7 +257,7 @@ def _prompt_ids(lm: CausalLM, prompt: str | Sequence[Message]) -> Tensor:
         numbers = _render(lm, prompt, add_generation_prompt=True, tokenize=True, return_dict=True)["input_ids"]
     ids = torch.tensor([numbers], dtype=torch.int64)
     if not ids.numel():
-        raise MeasureError(f"{lm.where}: the tokenizer makes no token of the prompt")
+        raise MeasureError(f"{lm.where}: the tokenizer makes no token of the prompt; give another")
     if lm.positions is not None and ids.shape[1] >= lm.positions:
         raise MeasureError(
             f"{lm.where}: the prompt has {ids.shape[1]} tokens, and the model's context of {lm.positions} must hold it "

@@ -307,7 +307,7 @@ def measure_perplexity(
             if theirs is not None and theirs.vocabulary != ours.vocabulary:
                 raise MeasureError(
                     f"{name} has a vocabulary of {ours.vocabulary}, the reference one of {theirs.vocabulary}; "
-                    "they must be the same to compare token by token"
+                    "models are compared token by token: give two of one tokenizer"
                 )
             for row, window in enumerate(ids):
                 sums = _score_window(window, row, unscored, ours, theirs)

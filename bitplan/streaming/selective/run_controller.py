@@ -314,7 +314,9 @@ class RunController(Closing):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if stream.train == "nothing":
-            raise SelectiveError("RunController decides from gradients, and this stream has train='nothing'")
+            raise SelectiveError(
+                "RunController decides from gradients, and this stream has train='nothing'; give another train="
+            )
         if several_processes():
             raise SelectiveError(
                 "RunController times and measures one process, and ranks would decide differently; train in one, or "

@@ -115,7 +115,10 @@ class ActivationOffload:
         self.recorder, self._order = recorder, []
         if not self._worker.drain(self._timeout_s):
             if self._worker.is_alive:
-                raise StreamError(f"the activation thread has been in one copy for over {self._timeout_s:g} s")
+                raise StreamError(
+                    f"the activation thread has been in one copy for over {self._timeout_s:g} s; "
+                    "the device hangs, or raise timeout_s"
+                )
             self._worker = Worker("activation")
         for landing in [*self._outgoing, *self._landings]:
             landing.owner = None
@@ -308,7 +311,9 @@ def _find_input(args: Args, kwargs: Kwargs, what: str) -> tuple[int | str, Tenso
     for key, value in arguments:
         if isinstance(value, Tensor) and value.is_floating_point():
             return key, value
-    raise StreamError(f"{what}: offload_activations=True, but the block is given no floating-point tensor to keep")
+    raise StreamError(
+        f"{what}: offload_activations=True, but the block is given no floating-point tensor to keep; leave it out"
+    )
 
 
 def _with_input(args: Args, kwargs: Kwargs, key: int | str, value: Any) -> tuple[Args, Kwargs]:

@@ -322,4 +322,6 @@ def wait_for(event: Latch, worker: Worker | None, timeout_s: float, what: str) -
         if worker is not None and not worker.is_alive and not event.is_set():
             raise TransferError(f"{what}: the {worker.name} thread has died; begin_step starts another and loads again")
         if time.monotonic() > deadline:
-            raise StreamError(f"{what}: nothing came within {timeout_s:g} s; is the disk or the device stuck?")
+            raise StreamError(
+                f"{what}: nothing came within {timeout_s:g} s; the disk or the device is stuck, or timeout_s too short"
+            )
