@@ -118,7 +118,7 @@ PlanFile = Annotated[Path | None, typer.Option(help="By a plan, or the folder of
 Keep = Annotated[list[str] | None, typer.Option(help=r"Leave tensors of this name or shell pattern (* ? \[ab]).")]
 Only = Annotated[list[str] | None, typer.Option(help="Quantize these and nothing else.")]
 ScaleRule = Annotated[Rule | None, typer.Option(help="How scales are chosen.")]
-Pad = Annotated[Literal["zero"] | None, typer.Option(help="Fill a last block that is not whole.")]
+Pad = Annotated[Literal["zero"] | None, typer.Option(help="Fill rows' last blocks with zeros.")]
 Evidence = Annotated[
     Path | None,
     typer.Option(help="Better numbers in the same bytes, from statistics: evidence.safetensors, imatrix.gguf."),
@@ -138,7 +138,7 @@ Faster = Annotated[
 KindsOfText = Annotated[
     str,
     typer.Option(
-        "--goal", metavar="KINDS", help="Of several --text what counts: mean, worst, or shares in their order: 0.7:0.3."
+        "--goal", metavar="KINDS", help="With several --text: their mean counts, the worst, or shares: 0.7:0.3."
     ),
 ]
 Rows = Annotated[int, typer.Option("--rows", help="With --faster: at how many rows (tokens at once).")]

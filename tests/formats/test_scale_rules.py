@@ -219,7 +219,7 @@ def test_importance_of_a_convolution_is_per_column_of_its_matrix():
         ("int4_g32", (4, 5, 64), 320, {}, "one weight per column (64), got 320"),
         ("int4", (4, 5, 64), 63, {}, "one weight per column (64 or 320), got 63"),
         ("int8_row", (4, 64), 4, {}, "one weight per column (64), got 4"),
-        ("int8", (4, 64), 64, {"scale_rule": "absmax"}, "not 'absmax'"),
+        ("int8", (4, 64), 64, {"scale_rule": "absmax"}, "got 'absmax'"),
     ],
 )
 def test_importance_that_does_not_fit_is_refused(name, shape, count, options, complaint):

@@ -203,7 +203,7 @@ def _show_structure(file: Path, *, as_json: bool, chart: bool) -> None:
 
 
 def quantize(
-    source: Annotated[Path, typer.Argument(metavar="IN", help="What `inspect` opens.")],
+    source: Annotated[Path, typer.Argument(metavar="IN", help="A file of weights, an index, or a folder.")],
     output: Annotated[Path, typer.Argument(metavar="OUT", help=".safetensors, .gguf, .json, or a folder.")],
     fmt: Annotated[
         str | None,
@@ -234,7 +234,7 @@ def quantize(
     inputs: Annotated[
         str | None,
         typer.Option(
-            help="A folder whose packed layers round their inputs: int8, int8_row, fp8; int8_static with --text; keep."
+            help="To a folder: packed layers round inputs: int8, int8_row, fp8, keep; int8_static with --text."
         ),
     ] = None,
     kv: KeysValues = None,
@@ -375,7 +375,7 @@ def compare(
         bool, typer.Option("--scales", help="B is A packed: also what its scales and codes do, worst first.")
     ] = False,
     jsonl: Annotated[Path | None, typer.Option("--jsonl", help="With --scales: append lines to this log.")] = None,
-    step: Annotated[int, typer.Option("--step", help="With --jsonl: the step that the lines bear.")] = 0,
+    step: Annotated[int, typer.Option("--step", help="With --jsonl: the step to write in the lines.")] = 0,
     as_json: Json = False,
 ) -> None:
     """Compare the numbers of two files, tensor by tensor; exit 1 when their tensors differ in name or shape.
@@ -431,7 +431,7 @@ def drift(
     master: Annotated[Path, typer.Argument(metavar="MASTER", help="The checkpoint in BF16 or F32.")],
     packed: Annotated[Path, typer.Argument(metavar="PACKED", help="Its packed version.")],
     jsonl: Annotated[Path | None, typer.Option("--jsonl", help="Append a line per tensor to this log.")] = None,
-    step: Annotated[int, typer.Option("--step", help="The step that the lines bear.")] = 0,
+    step: Annotated[int, typer.Option("--step", help="The step to write in the lines.")] = 0,
     as_json: Json = False,
 ) -> NoReturn:
     """Show how far each packed tensor is from its master and what its scales and codes do, worst first."""

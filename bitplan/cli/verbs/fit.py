@@ -24,13 +24,13 @@ def fit(
         list[Path] | None,
         typer.Option(
             metavar="FILE",
-            help="Text the model is for, .jsonl of chats, or self: its own; several: kinds.",
+            help="Text the model is for, .jsonl of chats, or self: its own; one for each kind.",
         ),
     ] = None,
     ram: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Of the host, where weights may wait; --memory is the GPU's.")
+        str | None, typer.Option(metavar="SIZE", help="Host memory for weights that --memory, the GPU's, cannot hold.")
     ] = None,
-    ms: Annotated[float | None, typer.Option(help="What a token may take, with --ram.")] = None,
+    ms: Annotated[float | None, typer.Option(help="With --ram: milliseconds that a token may take.")] = None,
     batch: Annotated[int, typer.Option(min=1, help="Texts at once, each of this context.")] = 1,
     runtime: Annotated[
         str, typer.Option("--for", metavar="RUNTIME", help="Where the model shall run: bitplan, llama.cpp or vllm.")

@@ -42,9 +42,10 @@ def bench(
     recipe: Recipe = None,
     fp8: Annotated[Literal["e4m3", "hybrid"], typer.Option("--fp8", help="hybrid: gradients in E5M2.")] = "e4m3",
     warmup: Annotated[int | None, typer.Option("--warmup", min=0, help="Calls before the first sample.")] = None,
-    iters: Annotated[int | None, typer.Option("--iters", min=1, max=1000, help="Samples of each arm.")] = None,
+    iters: Annotated[int | None, typer.Option("--iters", min=1, max=1000, help="Samples of each variant.")] = None,
     sweep: Annotated[
-        str | None, typer.Option("--sweep", metavar="LENGTHxBATCH,...", help="Such as 1024x1,4096x2.")
+        str | None,
+        typer.Option("--sweep", metavar="LENGTHxBATCH,...", help="Such as 1024x1,4096x2: tokens x sequences."),
     ] = None,
     threshold: Annotated[
         float | None, typer.Option("--speedup-threshold", help="With --policy: the least speedup that counts.")
@@ -301,7 +302,7 @@ def explain(
     policy: Annotated[Path, typer.Argument(metavar="POLICY", help="A policy of version 1 or 2.")],
     kind: Annotated[str, typer.Option("--kind", help="layernorm_column, column, row, duplicated, ..._grouped.")],
     tokens: Annotated[int, typer.Option("--tokens", help="Sequence length x micro batch size, before topk.")],
-    name: Annotated[str | None, typer.Option("--name", help="Dense kinds: qkv, proj, fc1, fc2, ...")] = None,
+    name: Annotated[str | None, typer.Option("--name", help="Of dense kinds: qkv, proj, fc1, fc2, ...")] = None,
     tp: Annotated[int, typer.Option("--tp", help="Tensor parallel size.")] = 1,
     etp: Annotated[int, typer.Option("--etp", help="Experts: expert-tensor parallel size.")] = 1,
     num_gemms: Annotated[int | None, typer.Option("--num-gemms", help="Experts: how many one GPU holds.")] = None,

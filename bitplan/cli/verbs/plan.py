@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 manifest_app = typer.Typer(
     name="manifest", cls=QuickGroup, help="Show, expand or describe manifests.", no_args_is_help=True
 )
-AlwaysJson = Annotated[bool, typer.Option("--json", help="Taken as everywhere; what is printed is JSON already.")]
+AlwaysJson = Annotated[bool, typer.Option("--json", help="Changes nothing: what is printed is JSON already.")]
 
 
 Checked = Annotated[
     list[str],
     typer.Argument(
         metavar="[MANIFEST] CHECKPOINT",
-        help="Rules (a folder that `quantize` wrote has its own plan), and what `inspect` opens.",
+        help="Rules (a folder that `quantize` wrote has its own plan), and a file of weights or a folder.",
         autocompletion=manifest_names,
     ),
 ]
@@ -205,7 +205,7 @@ def plan(
     arguments: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[MANIFEST] MODEL", help="Rules (not with --format), and what `inspect` opens; or RECORD alone."
+            metavar="[MANIFEST] MODEL", help="Rules (not with --format), and weights or a folder; or RECORD alone."
         ),
     ] = None,
     fmt: Annotated[

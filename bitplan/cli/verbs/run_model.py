@@ -27,7 +27,7 @@ Type = Annotated[
 Inputs = Annotated[
     str | None,
     typer.Option(
-        help="Round inputs of packed layers: int8, int8_row, fp8, or keep; int8 on a CPU where all its products can."
+        help="Round inputs of packed layers: int8, int8_row, fp8, or keep; unless given, int8 on a CPU that can."
     ),
 ]
 
@@ -45,8 +45,10 @@ def generate(
     chat: Annotated[bool, typer.Option("--chat", help="Refuse a model without a chat template.")] = False,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the text as it is, without the chat template.")] = False,
     temperature: Annotated[float, typer.Option(min=0.0, help="0: the likeliest token; above, tokens are drawn.")] = 0.0,
-    top_k: Annotated[int | None, typer.Option(min=1, help="With --temperature: among so many tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="With --temperature: among the likeliest of this share.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=1, help="With --temperature: draw among the K likeliest.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="With --temperature: draw among the likeliest of this share.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="With --temperature: the same seed, the same text.")] = 0,
     config: Config = None,
     device: Device = None,

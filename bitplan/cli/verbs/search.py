@@ -30,7 +30,7 @@ def search(
         list[Path],
         typer.Option(
             metavar="FILE",
-            help="Text the model is for, .jsonl of chats, or self: its own; several: kinds.",
+            help="Text the model is for, .jsonl of chats, or self: its own; one for each kind.",
         ),
     ],
     bits: Bits = None,
@@ -66,7 +66,7 @@ def search(
     windows: Annotated[int, typer.Option(min=1, help="Windows of text for the statistics.")] = WINDOWS,
     gradients: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="With --for training: a state of selective precision, by whose gradients."),
+        typer.Option(metavar="FILE", help="With --for training: a state file whose gradients weigh the tensors."),
     ] = None,
     fp8_policy: Annotated[
         Path | None, typer.Option(metavar="FILE", help="With --faster: times of FP8 layers, by a policy.")
@@ -75,7 +75,7 @@ def search(
         bool, typer.Option("--all-rivals", help="Measure plans without a search that are predicted to lose, too.")
     ] = False,
     workers: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Processes that round weights, one core each; none: threads.")
+        int, typer.Option(min=0, metavar="N", help="Processes that round weights, one core each; 0: threads.")
     ] = 0,
     dask: DaskAddress = None,
     memory: Annotated[
