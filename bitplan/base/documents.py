@@ -142,10 +142,7 @@ class Reader:
         return value
 
     def fields_of(self, dataclass_type: type, path: str, value: Any, *, every: bool = False) -> dict[str, Any]:
-        """The keys and values of the object at `path`, checked by the fields that `document_key` gave a dataclass.
-
-        Fields without a default must be there; with `every`, all fields.
-        """
+        """The object at `path`, checked by a dataclass's `document_key` fields; `every`: those with defaults, too."""
         kinds = keys_of(dataclass_type)
         bare = (key for key in fields(dataclass_type) if key.default is key.default_factory is MISSING)
         return self.keys(path, value, kinds, kinds if every else [key.name for key in bare])

@@ -154,7 +154,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """
     target = check_output(path)
     before = status_of(target)
-    _sweep(target)
+    sweep(target.parent, rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.partial")
     with named_after(target):
         partial, file = _open_partial(target)
     try:
@@ -216,10 +216,6 @@ def _open_partial(target: Path) -> tuple[Path, BinaryIO]:
         if lock(file.fileno()) and is_at(file.fileno(), partial):
             return partial, file
         file.close()  # another process swept it before it was locked
-
-
-def _sweep(target: Path) -> None:
-    sweep(target.parent, rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.partial")
 
 
 def sweep(folder: Path, pattern: str, remove: Callable[[Path], object] | None = None) -> None:

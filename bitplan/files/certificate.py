@@ -455,7 +455,7 @@ def draw_plan(plan: Plan, search: Mapping[str, Any] | None) -> str:
     """An SVG picture: megabytes of every layer by format, and where a search gives it, the damage of every layer."""
     layers: dict[str, Counter[str]] = {}
     for name, entry in plan.entries.items():
-        layers.setdefault(_layer_of(name), Counter())[entry.stored or entry.choice.format] += entry.nbytes
+        layers.setdefault(split_layer(name)[1] or _REST, Counter())[entry.stored or entry.choice.format] += entry.nbytes
     order = [*natural_order([layer for layer in layers if layer != _REST]), *([_REST] if _REST in layers else [])]
     totals = sum(layers.values(), Counter[str]())
     colours = {fmt: _COLOURS[at % len(_COLOURS)] for at, (fmt, _) in enumerate(totals.most_common())}
@@ -482,10 +482,6 @@ def draw_plan(plan: Plan, search: Mapping[str, Any] | None) -> str:
     return "\n".join(
         [f'{head} role="img" {style}>', "<title>Formats of every layer</title>", background, *marks, "</svg>\n"]
     )
-
-
-def _layer_of(name: str) -> str:
-    return split_layer(name)[1] or _REST
 
 
 def _panel(title: str, names: Sequence[str], stacks: Sequence[Sequence[tuple[str, float]]], top: int) -> list[str]:

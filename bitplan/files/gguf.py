@@ -328,9 +328,7 @@ class _Header:
     def scalars(self, kind: GGUFValueType, count: int, label: str) -> bytes:
         raw = self.take(count * _LEAST_BYTES[kind], label)
         if kind == GGUFValueType.BOOL and raw.strip(b"\0\1"):
-            raise FileFormatError(
-                f"{self.path}: {label} is a bool with a byte other than 0 and 1; download the file again"
-            )
+            raise FileFormatError(f"{self.path}: {label} is a bool, but no byte 0 or 1; download it again")
         return raw
 
     def strings(self, count: int, label: str) -> bytes:

@@ -512,10 +512,7 @@ class TensorEncoder:
         return fmt is None or (spec.encoded and spec.format == fmt)
 
     def make(self, job: tuple[str, str | None]) -> tuple[Tensor | Encoded, dict[str, Any]]:
-        """Encode the tensor of a job (name, format); return it with the figures for its row of the report.
-
-        Without a format, or where it has that format already, the tensor is read as it is.
-        """
+        """Encode a job's (name, format), or read it as it is; returns tensor and figures for the report's row."""
         from bitplan.formats.codec import finite, readable
         from bitplan.formats.dispatch import encode
         from bitplan.formats.quantization_error import error_report, sample

@@ -51,9 +51,7 @@ def open_evidence(path: str | Path) -> EvidenceFile:
 
 
 class OtherName(NamedTuple):
-    """What a tensor is called elsewhere, which expert of that tensor it is, and in how many heads its rows lie
-    otherwise there: GGUF has the rows of q and k in an order of its own.
-    """
+    """Where statistics have a tensor: its name, which expert, and by how many heads GGUF reorders its rows."""
 
     name: str
     expert: int | None = None

@@ -232,9 +232,7 @@ def check_importance(fmt: Format, importance: Tensor, rule: ScaleRule, shape: tu
         counts = " or ".join(map(str, fitting))
         raise FormatError(f"{name}: `importance` needs one weight per column ({counts}), got {importance.numel()}")
     if not bool((importance >= 0).all()) or not bool(importance.isfinite().all()):
-        raise FormatError(
-            f"{name}: `importance` must be finite and not below zero, got {importance.min():g} as its least"
-        )
+        raise FormatError(f"{name}: `importance` must be finite, not below 0, got {importance.min():g}")
 
 
 def check_magnitude(fmt: Format, matrix: Tensor, name: str) -> None:

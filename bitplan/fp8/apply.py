@@ -154,9 +154,7 @@ def _apply(
 ) -> AppliedFp8:
     """Describe the model, decide on every layer, check the decisions, and build the layers."""
     if not isinstance(model, nn.Module):
-        raise Fp8Error(
-            f"FP8 goes into a model that is loaded, a torch.nn.Module, got a {type(model).__name__}; load it first"
-        )
+        raise Fp8Error(f"FP8 goes into a loaded torch.nn.Module, got a {type(model).__name__}; load it first")
     if has_fp8(model):
         raise Fp8Error("the model has FP8 layers already; apply a policy to the model as it was loaded")
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -170,10 +170,7 @@ def _decide(
 
 
 def _choose(site: Site, plan: PartPlan, asked: dict[Question, Fp8Choice]) -> tuple[Fp8Choice, Site]:
-    """The policy's choice for one layer, and the layer as the policy knows it.
-
-    Blocks are alike, so `asked` keeps the answer to each question.
-    """
+    """The policy's choice for a layer, and the layer as it knows it; `asked` caches answers: blocks are alike."""
     if plan.policy is None:
         name = plan.recipe or DEFAULT_RECIPE
         obstacle = shape_obstacle(name, site.shape)

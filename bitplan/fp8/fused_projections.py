@@ -100,9 +100,7 @@ class FusedProjections(_Projection):
 
 
 def _refuse_offloading(hook: Any) -> None:
-    """Refuse models that accelerate offloads: it looks weights up in the state dict by their module's name, where these
-    have other names.
-    """
+    """Raise for models that accelerate offloads: it finds weights by names that joined layers do not have."""
     if any(getattr(one, "offload", False) for one in getattr(hook, "hooks", (hook,))):
         raise Fp8LayerError(
             "accelerate offloads this model, and does not find weights that apply_fp8 has joined (q, k, v; gate, up); "
@@ -255,8 +253,5 @@ class _Join:
 
 
 def keep_names(module: nn.Module) -> tuple[Any, Any]:
-    """Let a module read and write state dicts under the names that its joined layers had.
-
-    Returns handles that end this.
-    """
+    """Let a module's state dicts have the names of before layers were joined; returns handles that end this."""
     return module.register_state_dict_post_hook(_Split()), module.register_load_state_dict_pre_hook(_Join())

@@ -313,10 +313,7 @@ def _tile(
     GROUP: tl.constexpr,
     SCALE: tl.constexpr,
 ):
-    """The rows of some tokens [T, C] in one piece (twice), or those of low and of high nibbles, times groups' scales.
-
-    A scale of the whole row is left out.
-    """
+    """Rows of some tokens [T, C] times their groups' scales: whole (twice), or as low and high nibbles."""
     bytes_of_row: tl.constexpr = WIDTH if ORDER == "bytes" else WIDTH // 2
     byte_C = tl.arange(0, bytes_of_row)
     code_TC = tl.load(data_ptr + token_T[:, None] * bytes_of_row + byte_C[None, :], mask=ok_T[:, None], other=0)

@@ -66,9 +66,7 @@ def packed_kind(module: nn.Module, local: str) -> str | None:
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """A layer whose forward is W x + bias and nothing else; a subclass must say so itself, for other code reads the
-    weight of those that only have another name (attention's out_proj).
-    """
+    """Whether a layer's forward is W x + bias alone; a subclass has to say so, as others' code may read its weight."""
     if type(module) is nn.Linear or not isinstance(module, nn.Linear):
         return type(module) is nn.Linear
     if type(module).forward is nn.Linear.forward:
@@ -92,7 +90,8 @@ def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> s
         experts = experts_of(module)
         if experts is not None and module.get_parameter(local).ndim == 3:
             return f"{parameter}: {_why_not_experts(experts)}"
-        return f"{parameter}, whose forward is not {_base_name(module)}'s own" if could_be else parameter
+        base = "Linear" if isinstance(module, nn.Linear) else "Embedding"
+        return f"{parameter}, whose forward is not {base}'s own" if could_be else parameter
     if parent is None:
         return "the model itself, which has no parent to replace it in (wrap it in nn.Sequential)"
     if isinstance(parent, nn.TransformerEncoderLayer):
@@ -101,10 +100,6 @@ def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> s
         name = type(module).__name__
         return f"the {local} of {article(name)} with hooks, which would be lost (remove them first)"
     return None
-
-
-def _base_name(module: nn.Module) -> str:
-    return "Linear" if isinstance(module, nn.Linear) else "Embedding"
 
 
 def _why_not_experts(experts: ExpertsUse) -> str | None:
@@ -123,9 +118,7 @@ def _why_not_experts(experts: ExpertsUse) -> str | None:
 
 
 def are_columns(module: nn.Module, local: str) -> bool:
-    """Whether a parameter is experts that a packed layer holds, and lies as [experts, inputs, outputs] in its module;
-    packed it is [experts, outputs, inputs].
-    """
+    """Whether a parameter is experts [experts, inputs, outputs], which are packed as their transpose."""
     experts = experts_of(module)
     if experts is None or local not in experts.weights:
         return False

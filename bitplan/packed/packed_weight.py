@@ -193,7 +193,7 @@ class PackedWeight(EncodedModule):
         for name, part in self._buffers.items():
             if part is None:
                 continue
-            before = _as_bytes(part)
+            before = part.contiguous().reshape(-1).view(torch.uint8)
             moved = fn(before)
             if moved.dtype != torch.uint8 or moved.numel() != before.numel():
                 raise StoreError(
@@ -274,10 +274,6 @@ def _drop(listener: weakref.ref[Listener], token: int) -> None:
     owner = listener()
     if owner is not None:
         owner.drop(token)
-
-
-def _as_bytes(part: Tensor) -> Tensor:
-    return part.contiguous().reshape(-1).view(torch.uint8)
 
 
 # ---- weights in the host's memory ------------------------------------------------------------------------------------

@@ -285,10 +285,7 @@ class QuantLinear(nn.Module):
         return out.reshape(*x.shape[:-1], self.out_features)
 
     def settle(self, rows: int | None, dtype: torch.dtype) -> str:
-        """Choose how a graph's product of `rows` rows (None: any) runs, as text; fills `self.graph` for it.
-
-        It runs while a graph is traced, and is not part of the graph.
-        """
+        """Choose, while a graph is traced, how its product of `rows` rows runs (None: any); fills `self.graph`."""
         is_real = type(self.weight.data) is Tensor
         if rows is not None:
             picks: list[tuple[int | None, Pick]] = [(None, self._pick(rows, dtype, measure=is_real))]
@@ -382,10 +379,7 @@ class QuantLinear(nn.Module):
             stream = torch.cuda.current_stream(device).cuda_stream
             first = self.weight.derived("first stream", lambda: stream, keep=keep)
             stream_key = stream_key if stream == first or not keep else ("fused", self._inputs, stream)
-        return self.weight.derived(stream_key, lambda: self._prepare(fused), keep=keep)
-
-    def _prepare(self, fused: FusedMatmul) -> Prepared:
-        return fused.prepare(self.weight.encoded)
+        return self.weight.derived(stream_key, lambda: fused.prepare(self.weight.encoded), keep=keep)
 
     def _bind(self, x: Tensor, prepared: Prepared, picked: Pick) -> None:
         """Keep the bound call for later inputs of this shape, or of about as many rows."""

@@ -184,7 +184,7 @@ class GroupScales:
         return self.dmin[:, block, None] * self.mins[:, self.groups(block)]
 
     def improve(self, block: int, codes: Tensor, gradient: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
-        """Better scales for a block's codes [R, n]: by how much the values changed [R, n], and the gradient after it.
+        """Improve a block's scales in place for codes [R, n]; returns changes of values, and the gradient after them.
 
         `gradient` [R, n] is (weight - value) @ the whole Hessian, in the block's columns; `hessian` [n, n] is its own.
         """

@@ -516,10 +516,7 @@ Answer = tuple[ShareSums, Iterator[tuple[str, Tensor]]]
 def _sums_of_workers(
     cluster: Cluster, subject: SearchSubject, shares: Sequence[WindowShare]
 ) -> Generator[Answer, None, None]:
-    """Compute the sums of shares on a cluster; yield them in order, with their matrices.
-
-    A share is divided in two jobs: the sums of gradients come before those of inputs.
-    """
+    """Yield the sums of shares from a cluster, in order, each share's gradients before its inputs."""
     assert subject.path is not None
     path, names, threads = subject.path.absolute(), list(subject.sites), torch.get_num_threads()
     prepare = partial(open_sums, path, file_sizes(_files_of(path)), names, subject.device.type, threads)

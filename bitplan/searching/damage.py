@@ -237,9 +237,7 @@ def pieces_of(weight: Tensor, at_once: int, height: int = 1) -> list[Tensor]:
 def round_by_rows(
     weight: Tensor, fmt: str, at_once: int = ROUNDED_AT_ONCE, **options: Unpack[RoundingOptions]
 ) -> Encoded:
-    """`round_weight`, of a large weight some rows at a time: rows without `outputs` are rounded apart, to the same
-    bits. Scales that share a base have that of the whole.
-    """
+    """Round a weight some rows at a time if no `outputs` join them, to the same bits; a shared base is the whole's."""
     format_ = get_format(fmt)
     pieces = [weight] if options.get("outputs") is not None else pieces_of(weight, at_once, _height(weight.shape, fmt))
     if len(pieces) < 2:
@@ -470,9 +468,7 @@ class RoundedWeights:
         return total * self.gain(projection_of(name), fmt)
 
     def compare_rounding(self, names: Iterable[str], formats: Iterable[str]) -> None:
-        """Find what compensated rounding gains for these weights before any is predicted: it is of another layer, whose
-        statistics are then read once.
-        """
+        """Find for later predictions what compensated rounding gains, on one layer of each projection."""
         for projection in dict.fromkeys(map(projection_of, names)):
             for fmt in formats:
                 if not get_format(fmt).is_cast:

@@ -131,7 +131,7 @@ def _reason(evidence: SearchEvidence, name: str, fmt: str, rows: int | None) -> 
     if better is not None:
         gain = evidence.nats(name, better) - evidence.nats(name, fmt)
         more = group.formats[better].nbytes - cost.nbytes
-        words.append(f"{better} would take {_signed_bytes(more)} for {_signed_nats(gain)}")
+        words.append(f"{better} would take {'+' if more >= 0 else '-'}{bytes_text(abs(more))} for {_signed_nats(gain)}")
     if cheaper is not None:
         loss = evidence.nats(name, cheaper) - evidence.nats(name, fmt)
         less = group.formats[cheaper].nbytes - cost.nbytes
@@ -174,7 +174,3 @@ def bytes_text(count: float) -> str:
         if abs(count) >= size:
             return f"{count / size:.2f} {unit}"
     return f"{count:.0f} B"
-
-
-def _signed_bytes(count: float) -> str:
-    return f"{'+' if count >= 0 else '-'}{bytes_text(abs(count))}"

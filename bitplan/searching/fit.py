@@ -643,9 +643,7 @@ def read_fit(path: str | Path) -> dict[str, Any]:
 
 
 def plan_fit(folder: str | Path, goal: FitGoal) -> FitResult:
-    """The plan for a goal from the evidence of an earlier fit, without a model's run: what was handed over and measured
-    for this goal, or else what is predicted best; nothing is written.
-    """
+    """Plan for a goal from an earlier fit's evidence, without running a model; nothing is written."""
     source = Path(folder)
     for name in (EVIDENCE, KV_EVIDENCE, FIT):
         if not (source / name).is_file():

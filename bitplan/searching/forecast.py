@@ -312,7 +312,7 @@ def within_memory(
     """
     resident = _resident()
     most = resident + int((1 - LEFT_FREE) * free_memory()) if limit is None else limit
-    base = resident + LOADED_LATER + _outside(subject)
+    base = resident + LOADED_LATER + sum(map(_copied, subject.runner.parameters_outside()))
     gathering = base + _gathering(subject, statistics)
     threads, rounded = max(1, torch.get_num_threads()), ROUNDED_AT_ONCE
     while base + _rounding(subject, threads, rounded) > most and (threads > 1 or rounded > LEAST_ROUNDED):
@@ -341,10 +341,6 @@ def _resident() -> int:
 def _copied(parameter: Tensor) -> int:
     """Bytes of a float32 copy of a parameter; 0 where the parameter itself is float32 in memory."""
     return 0 if parameter.dtype == torch.float32 and not parameter.is_meta else 4 * parameter.numel()
-
-
-def _outside(subject: SearchSubject) -> int:
-    return sum(map(_copied, subject.runner.parameters_outside()))
 
 
 def _in_largest_block(subject: SearchSubject) -> int:

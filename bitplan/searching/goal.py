@@ -183,12 +183,13 @@ def parse_bytes(text: str, setting: str = "nbytes") -> int:
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 
-def parse_tokens(text: str, setting: str = "context") -> int:
+def parse_tokens(text: str) -> int:
     """Read a number of tokens: "32k" is 32768; "1m", or a plain number."""
     match = re.fullmatch(r"([0-9]{1,12})\s*([kKmM]?)", text.strip())
     count = 0 if match is None else int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()]
     if count < 2:
         raise GoalError(
-            f"expected a number of tokens, 2 or more, such as 8192 or 32k, got {text[:40]!r}", settings={setting: None}
+            f"expected a number of tokens, 2 or more, such as 8192 or 32k, got {text[:40]!r}",
+            settings={"context": None},
         )
     return count

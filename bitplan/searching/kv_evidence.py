@@ -95,9 +95,7 @@ def watch_kv(
     """
     model = subject.model
     if not hasattr(model, "config"):
-        raise SearchError(
-            f"{subject.where}: keys and values are known of models of transformers alone; give such a model"
-        )
+        raise SearchError(f"{subject.where}: no keys and values are known; give a model of transformers")
     parts: dict[str, tuple[int, ...]] = {}
 
     def see(layer: int, keys: Tensor, values: Tensor) -> None:
@@ -135,7 +133,8 @@ def gather_kv(
     with stage("keys and values", len(members)) as advance:
         for group, names in members.items():
             with _with_cache(model, KVCache(model.config, kv_of_choice({group: coarsest}), stores=False)):
-                nats = _kl(reference, _log_odds(subject.runner, ids))
+                kl = (reference.exp() * (reference - _log_odds(subject.runner, ids))).sum(-1).mean()
+                nats = max(0.0, float(kl))
             worst = errors[group][coarsest]
             damage = {unrounded: 0.0} | {fmt: nats * (errors[group][fmt] / worst if worst else 0.0) for fmt in formats}
             costs = {
@@ -162,10 +161,6 @@ def _log_odds(runner: Any, ids: Tensor) -> Tensor:
     (states,) = runner.through_blocks([ids])
     with torch.no_grad(), runner.outside():
         return runner.leave(states)[0].double().log_softmax(-1)  # type: ignore[no-any-return]
-
-
-def _kl(reference: Tensor, other: Tensor) -> float:
-    return max(0.0, float((reference.exp() * (reference - other)).sum(-1).mean()))
 
 
 def _check_formats(evidence: SearchEvidence, meter: PlanMeter, formats: Sequence[str], stage: Stage) -> None:

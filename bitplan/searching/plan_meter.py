@@ -184,10 +184,7 @@ class PlanMeter:
             return self._compare(label, logits, on_windows)
 
     def _around(self, _choice: Mapping[str, str]) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes a context in which the model runs under a choice, for what is not a weight.
-
-        Here it does nothing; the meter of keys and values overrides it.
-        """
+        """A function that makes the context in which the model runs under a choice: for keys and values' formats."""
         return nullcontext
 
     def _formats(self, evidence: SearchEvidence, choice: Mapping[str, str]) -> dict[str, str]:

@@ -201,10 +201,7 @@ class SearchResult:
         }
 
     def _inputs_document(self, unrounded: Quality) -> dict[str, Any]:
-        """Document how many groups round their inputs, and which share of the plan's KL comes from it.
-
-        `unrounded` is the measured quality of the plan with inputs as they are.
-        """
+        """How many groups round inputs, and the plan's KL with (measured) and without it (`unrounded`), as JSON."""
         choice = self.winner.choice
         summary, kl = summary_of(unrounded), self.winner.kl.mean
         return {

@@ -81,9 +81,7 @@ def target_of(name: str) -> Target:
 
 
 def candidates(target: Target, formats: Sequence[str] | None, bits: float | None = None) -> tuple[str, ...]:
-    """The formats to search among: those asked for, which the target must be able to load, or all of its own; for a
-    goal below four bits IQ formats, too, which take longer to round.
-    """
+    """The formats to search: those asked for, or all of the target's, below four bits with IQ formats, too."""
     if not formats:
         more = _BELOW_FOUR.get(target.name, ()) if bits is not None and bits < 4 else ()
         return (*more, *target.formats)

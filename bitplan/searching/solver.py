@@ -381,15 +381,11 @@ class _Problem:
             _reference_time(evidence, rows)  # raises where there are no times
         unknown = [name for name in force if name not in evidence.groups]
         if unknown:
-            raise GoalError(
-                f"the force list names {unknown[0]!r}, which is no group of the evidence; name groups of evidence.json"
-            )
+            raise GoalError(f"force names {unknown[0]!r}, no group of the evidence; name its groups")
         self._pairs: list[tuple[str, str]] = []
         for name, group in evidence.groups.items():
             if name in force and force[name] not in group.formats:
-                raise GoalError(
-                    f"{name}: forced to {force[name]}, of which there is no evidence; search it with this format first"
-                )
+                raise GoalError(f"{name}: forced to {force[name]} without evidence; search with it first")
             formats = [force[name]] if name in force else self._undominated(name, list(group.formats))
             self._pairs += [(name, fmt) for fmt in formats]
         self._costs: dict[What, list[float]] = {
@@ -564,9 +560,7 @@ def nearest_uniform(evidence: SearchEvidence, bits: float) -> RivalPlan:
 
 
 def may_win(evidence: SearchEvidence, rival: RivalPlan, plan: Mapping[str, str], error: float) -> bool:
-    """Whether a rival is worth measuring: the best uniform plans always are, heuristics where predictions that are
-    off by a factor of `error` leave them a chance.
-    """
+    """Whether a rival is worth measuring, if its prediction may be wrong by a factor of `error`."""
     most = max(CANNOT_WIN, error) * evidence.predict(plan)
     return rival.kind == "uniform" or evidence.predict(rival.choice) <= most
 

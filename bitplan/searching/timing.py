@@ -46,10 +46,7 @@ _PER_TOKEN = ("num_experts_per_tok", "moe_topk")
 def experts_of_stacks(
     subject: SearchSubject, weights: Sequence[str]
 ) -> list[tuple[tuple[int, ...], Callable[[], Tensor]]]:
-    """The stacks that some weights are of: the shape [experts, outputs, inputs] of each, and what gives its numbers.
-
-    Gate and up are one product, however the file has them.
-    """
+    """The shape [experts, outputs, inputs] of each stack of weights, gate and up joined, and how to read it."""
     stacks: dict[str, list[str]] = {}
     for name in weights:
         site = subject.sites[name]

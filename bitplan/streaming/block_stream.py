@@ -500,10 +500,7 @@ class BlockStream:
         self._upkeep.pending = self._upkeep.fitting_formats(formats, self._upkeep.chosen)
 
     def set_slots(self, slots: Slots, *, vram_bytes: int | None = None) -> None:
-        """Use more or fewer slots from the next begin_step on, as memory allows: arguments as of `stream_blocks`.
-
-        All blocks are sent again in that step.
-        """
+        """Use other slots from the next begin_step on, as memory allows; all blocks are then sent again."""
         self._check_open()
         self._upkeep.set_slots(slots, vram_bytes)
 

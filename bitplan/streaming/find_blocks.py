@@ -251,9 +251,7 @@ def _refuse_nothing(blocks: Sequence[StreamedBlock], train: Train) -> None:
             )
     trained = any(one.parameter.requires_grad for block in blocks for one in block.parameters.values())
     if train == "weights" and not trained:
-        raise StreamError(
-            "train='weights', but no parameter of any block requires gradients; call requires_grad_(True)"
-        )
+        raise StreamError("train='weights', but no block's parameter is trained; call requires_grad_()")
 
 
 # ---- a block's bytes -------------------------------------------------------------------------------------------------

@@ -206,9 +206,7 @@ class StreamRequest(StreamOptions):
                 )
             check_norm("clip_grad_norm", self.clip_grad_norm)
         if self.offload_activations and train == "nothing":
-            raise StreamError(
-                "offload_activations=True keeps inputs for a backward, and train='nothing' has none; leave it out"
-            )
+            raise StreamError("offload_activations=True is for a backward, train='nothing' has none; leave one")
         if self.optimizer is not None and train != "weights":
             raise StreamError(f"optimizer= trains streamed weights, but train={train!r}; pass train='weights'")
         if train == "weights" and self.host == "file":
@@ -239,9 +237,7 @@ class StreamRequest(StreamOptions):
             (self.compile is False, "compile=, whose code cannot wait for the router; leave it out"),
         ):
             if not is_fine:
-                raise StreamError(
-                    f"experts={self.experts!r} does not go with {what}; leave one of them out (experts='all')"
-                )
+                raise StreamError(f"experts={self.experts!r} does not go with {what}; give experts='all'")
 
     def _check_moments(self) -> None:
         if self.moments == "auto":

@@ -158,9 +158,7 @@ def mergeable_in(block: StreamedBlock) -> list[nn.Module]:
 
 
 def refuse_unmerging(name: str, mergeable: Iterable[nn.Module]) -> None:
-    """Refuse merged adapters that are switched off: peft takes them out of the weight within the layer's forward, where
-    it has the copy on the device.
-    """
+    """Raise for merged adapters that are switched off: peft would take them out of a copy of the weight."""
     for module in mergeable:
         if module.__dict__.get(MERGED) and module.__dict__.get("_disable_adapters"):
             raise StreamError(
@@ -468,9 +466,7 @@ class BlockUpkeep:
             self._training.settle()
 
     def hook_state_dicts(self) -> list[RemovableHandle]:
-        """Have the model's state_dict hold the trained weights of train="weights", and load_state_dict wait for
-        updates. Both find Parameters in all modules, after Ctrl-C too.
-        """
+        """Make state_dict hold the trained weights, and load_state_dict wait for updates; returns handles."""
         hooks = []
         for block in self._blocks:
             hooks.append(block.module.register_state_dict_pre_hook(functools.partial(self._before_saving, block)))

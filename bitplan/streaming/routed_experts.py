@@ -68,10 +68,7 @@ class Mixture:
 
 
 def take_out_experts(blocks: Sequence[StreamedBlock], train: Train) -> list[Mixture]:
-    """The mixtures of these blocks; their experts are no longer among the blocks' own parameters.
-
-    What cannot be served is refused by name, before anything changes.
-    """
+    """Take the mixtures' experts out of the blocks' own parameters; refuses, before that, what cannot cross by use."""
     mixtures = [mixture for block in blocks for mixture in _mixtures_of(block, train)]
     if not mixtures:
         raise StreamError(
@@ -325,10 +322,7 @@ class RoutedExperts:
         return chosen
 
     def load(self, at: int, chosen: Sequence[int]) -> Tensor:
-        """Bring the experts `chosen` of mixture layer number `at` to the device; return the buffer that holds them.
-
-        The buffer is valid until another mixture layer is loaded.
-        """
+        """Bring chosen experts of mixture `at` to the device; the buffer is valid until the next `load`."""
         buffer = self.memory.has(at, chosen)
         if buffer is None:
             with self._noted(at):

@@ -391,8 +391,7 @@ class HostScores:
         self._scores += more
 
     def sample_by_gradient(self, share: float, draws: Array) -> Array:
-        """Which rows to use: those of the largest gradients, and some of the others, whose gradients and hessians are
-        multiplied so that their sums are about those of all."""
+        """The rows to use (GOSS): those of largest gradients, and a sample of the others with larger weight."""
         with np.errstate(all="ignore"):  # what is not finite is refused later, by row
             sizes = np.abs(self._grads * self._hess).sum(axis=0)
         large = math.ceil(len(sizes) * share * LARGE_SHARE)

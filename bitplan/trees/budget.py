@@ -122,8 +122,7 @@ class Search:
         return trial
 
     def best(self, end: float) -> SettingsTrial:
-        """The best trial on all rows that was found until `end`; the defaults are the first, and where these take half
-        of the time, the only one."""
+        """The best trial on all rows until `end`; the first has the defaults, and may be the only one."""
         total, started = len(self._order), clock()
         first = self.run({name: values[0] for name, values in self._free.items()}, total, (started + end) / 2)
         if first.was_cut or not self._free:
@@ -170,8 +169,7 @@ class Search:
         return [others[index] for index in self._random.permutation(len(others))]
 
     def with_precision(self, best: SettingsTrial) -> tuple[SettingsTrial, str]:
-        """The best settings with codes or float32 as gradients: float32 where codes are slower, or the loss is larger
-        by more than 1%."""
+        """The best settings, and why: with float32 gradients where codes are slower or the loss 1% larger."""
         if "gradient_precision" in self.of_user:
             return best, "gradient_precision was given"
         if best.was_cut or self._model.device == "cuda":
@@ -188,8 +186,7 @@ class Search:
 
 
 def rate_and_rounds(rounds: float, affordable: float, rate: float) -> tuple[float, int]:
-    """The learning rate for whose rounds there is time, and these: `rounds` rounds at `rate` give about the same model
-    as twice as many at half of it, which is a better one."""
+    """The learning rate and rounds that time allows: half the rate needs twice the rounds, and is better."""
     affordable = max(affordable, 1.0)
     chosen = float(f"{min(max(rate * rounds / affordable, SMALLEST_RATE), LARGEST_RATE):.3g}")
     return chosen, max(int(min(affordable, rounds * rate / chosen)), 1)

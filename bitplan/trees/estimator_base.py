@@ -60,8 +60,7 @@ from bitplan.trees.tree import Booster
 def eval_pairs(
     eval_set: Any, eval_sample_weight: Any = None, eval_init_score: Any = None
 ) -> list[tuple[Any, Any, Any, Any]]:
-    """The (X, y, weights, scores to begin with) of each set. Several sets are a list or tuple of tuples; anything else
-    of two parts is a pair."""
+    """The watched sets as (X, y, weights, first scores): a list or tuple of tuples, or one pair."""
     more = {"eval_sample_weight": eval_sample_weight, "eval_init_score": eval_init_score}
     if eval_set is None:
         for name, values in more.items():
@@ -338,8 +337,7 @@ class BoostedTreesBase(FittedTrees):
         return table
 
     def _is_plain(self, x: Any) -> bool:
-        """An array that needs no change, and no closer look but for infinity: that takes 20 times as long as the trees
-        of one row."""
+        """Whether x is an array that needs no change: to look closer takes longer than predicting a row."""
         if type(x) is not np.ndarray or x.dtype not in (np.float32, np.float64) or x.ndim != 2 or not len(x):
             return False
         return x.shape[1] == self.n_features_in_ and not self.categories_ and not hasattr(self, "feature_names_in_")

@@ -283,8 +283,7 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
 
     @hints_for_others
     def predict(self, X: Any, *, contributions: bool = False) -> Array:
-        """A number for each row, or several (custom objective: raw scores); or what each feature adds to them
-        (`contributions`)."""
+        """Numbers for each row (custom objective: raw scores), or each feature's `contributions` to them."""
         return self._contributions(X) if contributions else self._objective().mean(self._scores(X))
 
     def staged_predict(self, X: Any) -> Iterator[Array]:

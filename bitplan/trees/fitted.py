@@ -156,8 +156,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
 
     @property
     def evals_result_(self) -> dict[str, dict[str, list[float]]]:
-        """A list for each metric of each watched set, one number a round: {"valid_0": {"binary": [...]}}. Files do
-        not hold them."""
+        """Each watched set's metrics by round: {"valid_0": {"binary": [...]}}. Files do not hold them."""
         check_is_fitted(self)
         return self.booster_.evals
 
@@ -180,8 +179,7 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
         return model
 
     def apply(self, X: Any) -> Array:
-        """The number of the leaf that each row comes to, (rows, trees); of several classes a round has a tree for each,
-        in their order. As LightGBM's `pred_leaf`."""
+        """The leaf of each row in each tree, (rows, trees), as LightGBM's `pred_leaf`; classes take turns."""
         check_is_fitted(self)
         table, trees = np.asarray(self._read(X)), self.booster_.trees
         leaves = np.zeros((len(table), len(trees)))

@@ -189,8 +189,7 @@ def few_of(rows: int) -> int:
 
 
 def _count_beyond(grads: Array, hess: Array, tops: tuple[float, float], shards: Shards) -> tuple[int, int]:
-    """How many gradients and hessians, of all processes, are beyond a quarter of the largest; not counted where few
-    rows are looked at again in no time."""
+    """How many gradients and hessians of all processes exceed a quarter of the largest; 0, 0 for few rows."""
     if shards.count == 1 and row_pieces.threads_for(len(grads), LARGEST_NS) == 1:
         return 0, 0
     limits = (np.array(tops, np.float32) / np.float32(4)).view(np.int32).tolist()

@@ -134,8 +134,7 @@ class TreeGrower:
         return self._spare
 
     def at_once(self, outputs: int) -> int:
-        """How many trees of a round should grow at the same time: threads of one tree wait for each other, those of
-        several do not."""
+        """How many trees of a round to grow at once: threads of one tree wait for each other."""
         rows, features = self._data.rows, len(self._bins.edges)
         work, leaves = tree_ns(rows, features, self._rules.max_leaves), min(self._rules.max_leaves, rows)
         if self._shards.count > 1 or work < ALONE_NS:
@@ -144,8 +143,7 @@ class TreeGrower:
         return max(min(outputs, thread_count(), MOST_SPACE // space), 1)
 
     def twin(self) -> TreeGrower:
-        """Another grower for the same rows, whose trees may grow beside this one's. It has its own list of columns that
-        are copied: a team agrees on it."""
+        """Another grower for the same rows, with its own list of copied columns, to grow trees beside this one's."""
         grower = TreeGrower(replace(self._data, is_there=self._data.is_there.copy()), self._bins, self._rules)
         grower._addresses = self._addresses
         return grower
@@ -313,10 +311,7 @@ class TreeGrower:
         return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins, *growth.runs())
 
     def _category_sets(self, columns: Array, left_bins: Array) -> tuple[Array | None, ...]:
-        """For each node the array of categories that go left, or None if its feature, in `columns`, is not categorical.
-
-        `left_bins` is a 0/1 matrix [nodes, bins]: 1 where the bin goes left.
-        """
+        """Each node's categories that go left, from `left_bins` [nodes, bins]; None for other features."""
         sets: list[Array | None] = [None] * len(columns)
         for node in np.flatnonzero(self._bins.is_category[columns]) if self._has_categories else ():
             categories = self._bins.edges[columns[node]]

@@ -31,8 +31,7 @@ OBJECTIVE_NAMES: dict[str, tuple[str, dict[str, str]]] = {
 
 
 def to_lightgbm_text(model: Any) -> str:
-    """The text of a fitted estimator; LightGBM has no name for a custom objective, nor for several targets or
-    quantiles, so these are left out, and it predicts raw scores."""
+    """An estimator as LightGBM's text, without objectives that it lacks (custom, several): raw scores then."""
     booster = model.booster_
     name = model._objective().name
     objective = OBJECTIVE_NAMES[name][0] if name in OBJECTIVE_NAMES else None

@@ -48,7 +48,8 @@ def plot_tree(model: FittedTrees, number: int = 0, ax: Any = None) -> Any:
                 to = positions[child]
                 axes.plot([across, to[0]], [-depth, -to[1]], color="gray", zorder=1)
                 axes.text((across + to[0]) / 2, -(depth + to[1]) / 2, label, fontsize=7, color="gray", ha="center")
-        shown = _leaf_text(tree, ~node) if node < 0 else _split_text(model, tree, node)
+        leaf = f"{tree.leaf_value[~node]:.4g}\n{tree.leaf_rows[~node]} rows" if node < 0 else ""
+        shown = leaf or _split_text(model, tree, node)
         axes.text(
             across, -depth, shown, fontsize=8, ha="center", va="center", bbox={"boxstyle": "round", "fc": "white"}
         )
@@ -94,10 +95,6 @@ def _split_text(model: FittedTrees, tree: Tree, node: int) -> str:
     shown = [str(categories[int(member)]) if categories else f"{member:.0f}" for member in members[:SHOWN_CATEGORIES]]
     more = f", and {len(members) - len(shown)} more" if len(members) > len(shown) else ""
     return f"{name} in {', '.join(shown)}{more}\n{tree.node_rows[node]} rows"
-
-
-def _leaf_text(tree: Tree, leaf: int) -> str:
-    return f"{tree.leaf_value[leaf]:.4g}\n{tree.leaf_rows[leaf]} rows"
 
 
 def _name(model: FittedTrees, feature: int) -> str:

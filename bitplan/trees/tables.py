@@ -23,8 +23,7 @@ HOST_DEVICES = (1, 3, 11, 13)  # of DLPack: memory that the CPU reads
 
 
 def on_device(values: Any) -> Any:
-    """What lies on a GPU (a tensor of torch, an array of CuPy or JAX: what has `__dlpack__`) as a tensor of torch; None
-    for anything else."""
+    """A tensor of torch for what lies on a GPU (torch, CuPy, JAX: `__dlpack__`); None for anything else."""
     device = None if isinstance(values, np.ndarray) else getattr(values, "__dlpack_device__", None)
     if device is None or isinstance(values, type) or device()[0] in HOST_DEVICES:
         return None
@@ -39,8 +38,7 @@ def on_host(values: Any) -> Any:
 
 
 def dense(x: Any) -> Any:
-    """A sparse matrix of scipy, or the sparse columns of a frame, as the numbers they stand for: bins are dense. What
-    a masked array hides is missing. What lies on a GPU is copied from there."""
+    """Numbers of a sparse matrix, frame or GPU array as a dense array; what a mask hides is missing."""
     if isinstance(x, (str, PathLike)):
         raise TreesError(
             f"X: expected a table, got the path {str(x)!r:.80}; read it first (pandas.read_csv), or give "

@@ -478,10 +478,7 @@ def _say_inputs(path: Path, more: str = "") -> None:
 
 
 def _shown(row: Any) -> dict[str, Any]:
-    """The row of the printed table for one tensor of a drift report.
-
-    Only clipped scales count as saturated: where scales share a base, one always has the top code.
-    """
+    """A tensor's row of the printed drift table; shared scales count as saturated only where they clip."""
     health = row.health
     bad = {"NaN": health.nan_scales, "saturated": health.clipped_scales, "underflowed": health.underflowed_scales}
     return {

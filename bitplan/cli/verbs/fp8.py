@@ -113,9 +113,7 @@ def _options(values: dict[str, tuple[str, Any]]) -> Any:
 
 
 def _prepare_outputs(options: Any, force: bool) -> None:
-    """Make the folders of report and policy, and check that the policy can be written, before the work; the report is
-    a log and is continued.
-    """
+    """Make the folders of report and policy, and check that both can be written, before the work begins."""
     from bitplan.base.records import check_output
     from bitplan.fp8.bench.layer_bench import BenchOptionsError
 

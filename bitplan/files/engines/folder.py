@@ -397,17 +397,15 @@ def _layer(source: FolderSource, name: str, wide: Format) -> OutputTensor:
     fmt, reason = source.format_of(name)
     if is_quantized(spec):
         chosen = fmt if fmt is not None and fmt.is_cast else wide
-        return OutputTensor((name,), chosen, f"unpacked from {spec.format}", (_promise(name, spec.shape, chosen),))
+        return OutputTensor(
+            (name,), chosen, f"unpacked from {spec.format}", (TensorSpec.of(name, spec.shape, None, chosen.storage),)
+        )
     if fmt is not None and not fmt.is_cast:
         raise StoreError(
             f"{source.file.path}: the plan has {fmt.name} for {name!r}, and a plain folder holds {', '.join(PLAIN)}"
             "; `bitplan quantize` packs one"
         )
     return source.unpacked(name, fmt, reason)
-
-
-def _promise(name: str, shape: tuple[int, ...], fmt: Format) -> TensorSpec:
-    return TensorSpec.of(name, shape, None, fmt.storage)
 
 
 def _config(config: dict[str, Any], wide: Format) -> dict[str, Any]:

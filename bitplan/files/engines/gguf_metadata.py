@@ -99,9 +99,7 @@ class ModelConfig:
                 if type(value) is not int or not 0 < value < 2**31:
                     raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {show(value)}")
                 return value
-        raise StoreError(
-            f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs; copy config.json from the original model"
-        )
+        raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs; mend the config")
 
     @property
     def layers(self) -> int:
@@ -226,7 +224,7 @@ def _window_pattern(config: ModelConfig) -> int:
         return config.number(*keys) if keys else _GEMMA_PATTERN
     if full != list(range(pattern - 1, len(kinds), pattern)):
         raise StoreError(
-            f"{config.path}: layer_types repeat in no pattern, and llama.cpp's gemma3 has one; export to another target"
+            f"{config.path}: layer_types repeat in no pattern, and llama.cpp needs one; export to another target"
         )
     return pattern
 

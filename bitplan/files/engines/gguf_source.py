@@ -270,9 +270,7 @@ class GGUFModel(TensorFile):
             stored = self._file = open_tensors(path)
         with on_failure(self.close):
             if not isinstance(stored, GGUFTensors):
-                raise StoreError(
-                    f"{path}: is no GGUF file, and config and tokenizer are to be made of one; give a .gguf file"
-                )
+                raise StoreError(f"{path}: config and tokenizer are made of GGUF files; give one")
             config, self._metadata = config_of(path, stored), stored.metadata
             write_json(self.folder / "config.json", config)
             if with_tokenizer:

@@ -130,10 +130,7 @@ _INT = Kind("an integer above 0 and below 2^62", lambda value: _FLOAT.holds(valu
 
 
 def read_config(path: Path, shape: GptOssShape) -> tuple[Settings, dict[str, Any] | None]:
-    """The settings of a config.json beside a checkpoint, and the document if it is in Hugging Face's spelling.
-
-    Its sizes must be those of the tensors.
-    """
+    """Settings of a config.json, whose sizes must be the tensors', and the document if it is Hugging Face's."""
     document = Fields(read_json(path), str(path)).value
     kind = document.get("model_type", "gpt_oss")
     if kind != "gpt_oss":

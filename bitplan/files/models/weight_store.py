@@ -362,10 +362,7 @@ class WeightStore:
             self._refresh()
 
     def follow(self, master: Tensor) -> None:
-        """Take another tensor for the master, and drop every version.
-
-        A Parameter that a module gets in the place of the master is followed without this.
-        """
+        """Take another tensor for the master, and drop every version; a module's new Parameter is followed anyway."""
         if tuple(master.shape) != self.shape:
             raise StoreError(f"{self.name}: a store of shape {self.shape} cannot follow {tuple(master.shape)}")
         with self._update_lock, self._lock:

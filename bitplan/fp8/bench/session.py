@@ -94,7 +94,7 @@ class ModuleBuilder:
 
     def _step(self, way: Way, gemms: GemmChoice) -> Call:
         layer, tokens = way.case.layer, way.case.tokens
-        x = self._random(tokens, layer.shape[1])
+        x = torch.randn((tokens, layer.shape[1]), device=self.device).to(self.dtype)
         if layer.kind in GROUPED_KINDS:
             experts = (layer.num_gemms or 1) * (1 if self.groups.ep is None else layer.parallel.ep)
             counts = torch.tensor(route_tokens(tokens, experts, way.routing or "uniform"))
@@ -127,9 +127,6 @@ class ModuleBuilder:
             kind = RowParallel if layer.kind == "row_grouped" else ColumnParallel
             module = kind(module, self.groups.etp)
         return module if self.groups.ep is None else ExpertParallel(module, self.groups.ep)
-
-    def _random(self, *shape: int) -> Tensor:
-        return torch.randn(shape, device=self.device).to(self.dtype)
 
 
 def step_of(module: nn.Module, x: Tensor, *more: Tensor) -> Call:

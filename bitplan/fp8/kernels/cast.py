@@ -276,10 +276,7 @@ def cast_activated(
     sums: torch.dtype | None = None,
     guess: Tensor | None = None,
 ) -> tuple[CastPair, Tensor | None]:
-    """The activated numbers, or with `dh_RF` the gradient of y, cast; and the gradient's sum over rows as this type.
-
-    `guess`: a state of `guessed_cast`.
-    """
+    """Cast the activated y, or with `dh_RF` its gradient, and sum that over rows; `guess` as in `cast_layouts`."""
     if guess is not None:
         from bitplan.fp8.kernels.triton_activation import cast_by_guess, fits_activated
 

@@ -169,10 +169,7 @@ class _Call:
     def tokens(
         self, x: Tensor, rows_by: str, cols_by: str, fp8: str, eps: float, weight: Tensor, role: str
     ) -> list[GroupedFp8 | None]:
-        """x cast for the product that sums along its width, and for the one that sums along tokens; None for BF16.
-
-        `weight` and `role` name the guesses of scales to start from.
-        """
+        """Cast x for two products, along its width and along tokens; `weight`, `role`: whose scale guesses to use."""
         layouts: list[GroupedFp8 | None] = [None, None]
         for recipe in {rows_by, cols_by} - {BF16}:
             guess = guess_for(recipe, weight, role, fp8, self.layout.experts)

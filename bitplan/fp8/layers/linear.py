@@ -115,9 +115,7 @@ class Fp8Linear(CastsWeight, nn.Linear):
     def set_products(self, products: Mapping[str, str]) -> None:
         """Run these products ("fprop", "dgrad", "wgrad") by these recipes, or in "bf16", from the next forward on."""
         if self.fp8_param:
-            raise Fp8LayerError(
-                "the weight is stored in FP8 (fp8_param), so its products stay in FP8; make the layer without fp8_param"
-            )
+            raise Fp8LayerError("the weight is stored in FP8, so products stay FP8; leave out fp8_param")
         gemms = replace(self.gemms, **products)
         check_shape(gemms, (self.out_features, self.in_features), type(self).__name__)
         if self.weight.device.type != "meta":

@@ -93,9 +93,7 @@ def product_of(
     need_x: bool,
     source: WeightSource,
 ) -> Tensor:
-    """Compute y, the layer's output; if x was cast already (`x_rows`), only the type and the number of rows of x are
-    read.
-    """
+    """Compute a layer's output y; with `x_rows`, x cast already, only type and rows of x are read."""
     recipe, gemms = settings.recipe, settings.gemms
     if x_rows is None:
         return plain_product(x_MK, source.plain(weight, x_MK.dtype).t(), bias)

@@ -99,10 +99,7 @@ def guess_for(recipe: str, weight: Tensor, role: str, fp8: str = "e4m3", experts
 
 
 def guess_counts() -> dict[str, tuple[int, int, int]]:
-    """Casts, wrong guesses and those of them that were too small, so far, by role; waits for the GPU.
-
-    The cast of each expert counts.
-    """
+    """Casts so far by role, wrong guesses, and those too small; each expert's counts. Waits for the GPU."""
     from bitplan.fp8.kernels.guessed_cast import counts_of
 
     totals = dict.fromkeys((INPUT, WEIGHT, GRAD), (0, 0, 0))

@@ -107,10 +107,7 @@ def estimate_speedup(policy: Policy, question: Question) -> SpeedupEstimate | No
 
 
 def _equal_counts(rule: LayerRule, question: Question) -> tuple[float, float]:
-    """The two counts at which a rule's shape has the intensity, or the work, of the layer asked about, sorted.
-
-    Experts share the tokens, so each has the intensity of its share.
-    """
+    """The token counts, sorted, at which a rule's shape has the asked layer's intensity, and its work."""
     tokens, (rows, columns) = question.tokens or 1, question.shape or rule.shape
     if rule.shape == (rows, columns):
         return tokens, tokens

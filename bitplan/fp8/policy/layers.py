@@ -422,9 +422,7 @@ def _moe_pattern(config: ConfigObject, key: str, blocks: int) -> list[int]:
 
 
 def _spelt_out(text: str) -> list[int] | None:
-    """Read `[0]*3+[1]*58`, also as an argument: `${moe_freq:"[0]*3+[1]*58"}`. No regular expression: it could
-    backtrack.
-    """
+    """Read `[0]*3+[1]*58` or `${moe_freq:"[0]*3+[1]*58"}`, without a regular expression, which could backtrack."""
     if text.startswith("${") and text.endswith("}"):
         text = text[2:-1].partition(":")[2].strip()
     result: list[int] = []

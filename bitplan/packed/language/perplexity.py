@@ -247,10 +247,7 @@ def _finite(value: float) -> float | None:
 
 @dataclass
 class CachedLogits:
-    """A reference for several models: keeps the logits of as many windows as fit, and computes the others again.
-
-    Of logits that are made late, what they are made of is kept.
-    """
+    """A reference's logits for several comparisons: kept as memory allows, the others computed again."""
 
     model: LogitsOf
     budget_bytes: int

@@ -663,10 +663,7 @@ def describe_step(step: Step) -> str:
 
 
 def roles_by_function(graph: Graph) -> dict[str, str]:
-    """The role ("bias", "scale" or "other") of each parameter, by name, from the first function that reads it.
-
-    Callers use it for parameters that belong to no recognised part of a model.
-    """
+    """Each parameter's role, "bias", "scale" or "other", by the first function that reads it."""
     roles: dict[str, str] = {}
     for step in graph.steps:
         for value in step.inputs:

@@ -375,10 +375,7 @@ class _Recorder(TorchFunctionMode):
         return args, kwargs
 
     def _twin(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that replaces one from outside the run, without or with a copy of its numbers.
-
-        Tensors of the run are returned as they are.
-        """
+        """The tensor that stands for one from outside the run, with its numbers or without; the run's own as it is."""
         if id(tensor) in self._value_of and id(tensor) not in self._twins:
             return tensor
         if (twin := self._twins.get(id(tensor))) is not None:

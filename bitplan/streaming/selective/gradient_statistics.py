@@ -332,10 +332,7 @@ class GradStatsCollector:
 
 
 def collect_grad_stats(collector: GradStatsCollector, blocks: Mapping[str, Gradients], step_id: int) -> None:
-    """Measure the gradients of all blocks after a backward pass; a block is a module or a list of gradients.
-
-    Of a module only the parameters with requires_grad are measured.
-    """
+    """Measure the gradients of all blocks (modules, or lists of gradients) after a backward pass."""
     collector.add(blocks)
     collector.end_step(step_id)
 

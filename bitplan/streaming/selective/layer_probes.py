@@ -105,10 +105,7 @@ class LayerProbes:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def watch(self, precisions: Mapping[str, str], step: int, *, impacts: bool, all_high: bool) -> None:
-        """Measure this step's gradients, and where asked the impacts of INT8.
-
-        all_high: measure all units that are bf16, not only the ones whose turn it is.
-        """
+        """Measure this step's gradients, and where asked impacts of INT8: of units whose turn it is, or of all."""
         self._precisions, self._step, self._rows = precisions, step, {}
         self._measured, self._pathless = set(), set()
         config = self.units.config

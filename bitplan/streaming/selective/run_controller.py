@@ -234,9 +234,7 @@ def choose_rows(
 
 
 def final_queue(impacts: Mapping[str, float], first: int, total: int) -> list[tuple[int, str]]:
-    """List when each row is raised, as (step, row): the greatest impact first, spread evenly from step `first` on, the
-    last one before the last step.
-    """
+    """When each row is raised, (step, row): the greatest impact first, evenly from step `first` to the end."""
     order = sorted(impacts, key=lambda name: -impacts[name])
     steps = max(1, total - 1 - first)
     return [(first + index * steps // max(1, len(order)), name) for index, name in enumerate(order)]
@@ -314,9 +312,7 @@ class RunController(Closing):
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if stream.train == "nothing":
-            raise SelectiveError(
-                "RunController decides from gradients, and this stream has train='nothing'; give another train="
-            )
+            raise SelectiveError("RunController needs gradients; give the stream another train= than 'nothing'")
         if several_processes():
             raise SelectiveError(
                 "RunController times and measures one process, and ranks would decide differently; train in one, or "
@@ -583,9 +579,6 @@ class RunController(Closing):
                     impact = change(self._gradient(frozenset(names), step, 0))
                     state.impacts |= dict.fromkeys(names, impact / len(names))
 
-    def _can_be_low(self, name: str) -> bool:
-        return name in self.rows and self.rows[name].low is not None
-
     def _gradient(self, low: frozenset[str], step: int, number: int) -> Tensor:
         """Run fixed batch `number` forward and backward, with `low` rows in low formats; return gradient samples.
 
@@ -719,7 +712,7 @@ class RunController(Closing):
                     )
         state = RunState(**reader.fields_of(RunState, "state", item["state"], every=True))
         for name in (*state.low, *state.locked, *state.reasons, *state.impacts):
-            if not self._can_be_low(name):
+            if name not in self.rows or self.rows[name].low is None:
                 reader.stop(f"state names {name!r}, no row that changes")
         if state.timing is not None:
             state.timing = TimedWay(**reader.fields_of(TimedWay, "state.timing", state.timing, every=True))

@@ -681,10 +681,7 @@ class SelectivePrecisionPolicy(Closing):
             self._run_with(self.precisions, step)
 
     def _try(self, step: int, lowered: set[str]) -> None:
-        """Probe the loss before and after the switch, and again until no low unit raises it.
-
-        A trial that an error interrupted continues: the weights have not changed since.
-        """
+        """Probe the loss before and after a switch, and again until no low unit raises it."""
         before = dict(self.applied or dict.fromkeys(self.precisions, "bf16"))
         if self.state.trial is None:
             self._run_with(before, step)

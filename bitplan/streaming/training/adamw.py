@@ -118,9 +118,7 @@ def step_by_torch(tensors: AdamWTensors, rates: AdamWRates, scratch: Tensor) -> 
 
 
 def step_together(tensors: Sequence[AdamWTensors], rates: Sequence[AdamWRates], scratch: Tensor) -> None:
-    """Do what `step_by_torch` does, in one call for flat tensors whose rates differ in `step` alone; the scratch has as
-    many numbers as all of them.
-    """
+    """Do what `step_by_torch` does for flat tensors whose rates differ in `step` alone, in one call."""
     first, gradients = rates[0], [one.gradient for one in tensors]
     if first.factor != 1.0 or any(one.dtype != torch.float32 for one in gradients):
         sizes = [one.numel() for one in gradients]
@@ -255,9 +253,7 @@ def _blocks(numbers: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _roots(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Compute sqrt(number / scale) in place, and write the scales. The largest number becomes 1; a block of zeros stays
-    so.
-    """
+    """Compute sqrt(number / scale) in place, at most 1, and write each block's scale."""
     for part, of_blocks in _blocks(numbers, scales):
         torch.amax(part, 1, keepdim=True, out=of_blocks)
         part.div_(of_blocks.masked_fill(of_blocks == 0, 1))

@@ -426,9 +426,7 @@ class HostTraining:
 
     @property
     def host_bytes(self) -> dict[str, int]:
-        """What training takes on the host of this process, counted now: masters beside the model's own Parameters,
-        states of the optimizer, gradients.
-        """
+        """Bytes on the host now: masters beside the Parameters, optimizer states, gradients."""
         of_weights = [one.host_bytes for one in self.trained().values()]
         return {
             "masters": sum(one["masters"] for one in of_weights),
@@ -529,9 +527,7 @@ class HostTraining:
         return early is not None and early.is_changing
 
     def _count(self, bundle: GradientBundle, name: str, gradients: StepGradients) -> bool:
-        """In backward: count a gradient that is on its way, and note which weights may be stepped when it is there: its
-        own, small ones with the block's last. Whether it is the block's last.
-        """
+        """In backward: count a gradient, and note which weights it lets step; whether it is the block's last."""
         block = bundle.block
         if gradients.update is None:
             gradients.update = self._new_update(gradients)

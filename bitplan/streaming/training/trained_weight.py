@@ -65,9 +65,7 @@ def adamw_of(tensors: AdamWTensors) -> Callable[[AdamWRates, Tensor], None]:
 
 
 def step_small(tensors: SmallTensors, rates: AdamWRates, key: str, start: int) -> None:
-    """Do one step of AdamW with states in little memory; `key` and `start` are of the random numbers
-    (`SmallMoments.write`).
-    """
+    """Do one step of AdamW with small states; `key`, `start`: as for `SmallMoments.write`."""
     if explain_adamw(tensors).implementation == "torch":
         step_small_by_torch(tensors, rates, key, start)
         return
@@ -225,9 +223,7 @@ class TrainedWeight:
         return self._numbers if is_part else self._numbers.view(self.shape)
 
     def source(self, *, is_own_type: bool) -> Tensor:
-        """What sent bytes are made from: the master. It is the Parameter where that is the only whole one (divided), or
-        where these bytes are the Parameter and a part of the master.
-        """
+        """What bytes are made from: the master, or the Parameter where that alone is whole or is what is sent."""
         is_part = self._remainder is not None and is_own_type
         return self._parameter if is_part or self._processes is not None else self.master
 

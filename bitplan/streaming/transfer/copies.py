@@ -323,5 +323,5 @@ def wait_for(event: Latch, worker: Worker | None, timeout_s: float, what: str) -
             raise TransferError(f"{what}: the {worker.name} thread has died; begin_step starts another and loads again")
         if time.monotonic() > deadline:
             raise StreamError(
-                f"{what}: nothing came within {timeout_s:g} s; the disk or the device is stuck, or timeout_s too short"
+                f"{what}: nothing came within {timeout_s:g} s; is the disk or device stuck? Else raise timeout_s"
             )

@@ -138,9 +138,7 @@ class StreamDevice(ABC):
         return copied
 
     def copy_all_in(self, pairs: Sequence[tuple[Tensor, Tensor]], *after: Mark, queue: Queue = "weights") -> Copied:
-        """Do `copy_in` for several pairs of target and source, one after another; return the first start and the last
-        end.
-        """
+        """Do `copy_in` for several pairs of target and source; returns the first start and the last end."""
         copied = self._copy_all("in", queue, pairs, after)
         self.bytes_in += sum(target.nbytes for target, _ in pairs)
         return copied

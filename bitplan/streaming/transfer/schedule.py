@@ -141,9 +141,7 @@ def spread_residents(count: int, resident: int) -> frozenset[int]:
 
 
 def share_slots(count: int, fitting: int) -> tuple[int, frozenset[int]]:
-    """Decide, for slots="auto", how many ring slots there are and which blocks are resident, where `fitting` slots fit
-    the device.
-    """
+    """How many ring slots there are, and which blocks stay resident, where `fitting` slots fit the device."""
     if fitting >= count:
         return 0, frozenset(range(count))
     ring = min(RING_SLOTS, fitting)

@@ -226,8 +226,7 @@ def _partitions(name: str, collection: Any, like: Any = None) -> list[Any]:
 
 
 class _OnDask:
-    """What both estimators share: `client` is a distributed.Client, None the current one; `timeout_s` as of
-    `fit_distributed`."""
+    """The base of both estimators; `client` None is the current one, `timeout_s` as of `fit_distributed`."""
 
     _plain: type[BoostedTreesClassifier | BoostedTreesRegressor]
 

@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DistributedFit:
-    """What a distributed fit took. Bytes are those this process put into sums: a ring of n processes moves each of them
-    2 (n - 1) / n times."""
+    """The bytes that this process put into sums, and the steps, of a fit; a ring sends 2 (n - 1) / n of them."""
 
     rank: int
     processes: int

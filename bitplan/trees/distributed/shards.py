@@ -268,10 +268,6 @@ def _ordered(numbers: Array) -> Array:
     return np.where(bits & SIGN, ~bits, bits | SIGN)
 
 
-def _number(keys: Array) -> Array:
-    return np.where(keys & SIGN, keys ^ SIGN, ~keys).view(np.float64)
-
-
 def _select(keys: Array, group: Array, weights: Array, goals: Array, shards: Shards) -> Array:
     """The smallest number of each group at which `goals` of its weight is reached."""
     groups, begin = len(goals), np.zeros(len(goals), np.uint64)
@@ -285,4 +281,4 @@ def _select(keys: Array, group: Array, weights: Array, goals: Array, shards: Sha
         goals, begin = goals - below, begin << np.uint64(8) | chosen.astype(np.uint64)
         within = byte == chosen[group]
         keys, group, weights = keys[within], group[within], weights[within]
-    return _number(begin)
+    return np.where(begin & SIGN, begin ^ SIGN, ~begin).view(np.float64)
