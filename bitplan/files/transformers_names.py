@@ -56,7 +56,7 @@ def require_complete(info: Mapping[str, Any], where: str) -> None:
     faults = [("missing", missing), ("unknown to the model", unknown), ("of another shape", shapes), ("errors", errors)]
     if any(names for _, names in faults):
         message = "; ".join(listed_names(fault, names) for fault, names in faults if names)
-        raise FileFormatError(f"{where}: the file does not fit the model of its config: {message}")
+        raise FileFormatError(f"{where}: the file does not fit its config's model: {message}; get both of one model")
 
 
 def listed_names(fault: str, names: Iterable[str]) -> str:

@@ -547,7 +547,7 @@ def read_plain(recipe: TensorRecipe, file: TensorFile, model: nn.Module) -> dict
 def _check_held(where: str, name: str, numbers: Tensor, dtype: torch.dtype, *, may_round: bool) -> None:
     """Refuse numbers that `dtype`, the model's type, cannot hold; floats may be rounded."""
     if numbers.is_floating_point() != dtype.is_floating_point:
-        raise FileFormatError(f"{where}: {name!r} is {numbers.dtype}, and the model's is {dtype}")
+        raise FileFormatError(f"{where}: {name!r} is {numbers.dtype}, and the model's is {dtype}; load its own file")
     if may_round or torch.promote_types(numbers.dtype, dtype) == dtype:
         return
     lost = int(((numbers.to(dtype).to(numbers.dtype) != numbers) & ~numbers.isnan()).sum())

@@ -381,7 +381,7 @@ def require_same_tokens(first: CausalLM, second: CausalLM, text: str) -> None:
     at = int(differing[0]) if len(differing) else both
     raise MeasureError(
         f"{first.where} and {second.where} cut the text into different tokens, from token {at} on; "
-        "KL is only defined between models of one vocabulary"
+        "KL needs models of one tokenizer: give two such"
     )
 
 
