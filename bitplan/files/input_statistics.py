@@ -73,7 +73,7 @@ class EvidenceFile:
         return _owners(self._file.tensors) | self._shared.keys()
 
     def moments(self, name: str, expert: int | None = None) -> Tensor | None:
-        """[K] mean squares of the inputs; `expert` is one of several that share a name."""
+        """The mean squares [K] of a weight's inputs; `expert` picks one of several that share a name."""
         return self._read(name, MOMENTS)
 
     def hessian(self, name: str) -> Tensor | None:

@@ -121,7 +121,7 @@ def _floats(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _tried(module: nn.Module, types: Mapping[str, torch.dtype], incoming: torch.dtype) -> torch.dtype:
-    """The type of a norm's output; the type of its weight where the norm refuses the mixture of types."""
+    """The type of a norm's output, by trying it; its weight's type where it refuses a mixture of types."""
     trial = copy.deepcopy(module)
     for name, parameter in _floats(trial):
         parameter.data = parameter.data.to(types[name])

@@ -148,7 +148,7 @@ class JoinedRows:
         self.tokens += 1
 
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-        """What one token's queries [batch, heads, 1, width] get of the values: [batch, 1, heads, width]."""
+        """Attend with one token's queries [batch, heads, 1, width] to all tokens; gives [batch, 1, heads, width]."""
         batch, heads, _, width = query.shape
         pairs = [self.parts[which][name] for which in (0, 1) for name in ("data", "scales")]
         launches = None if mask is not None else self.attend_launches.get((heads, scaling))

@@ -398,7 +398,7 @@ def _missing(libraries: Sequence[Library]) -> list[tuple[str, str]]:
 
 
 def _numba_cache() -> Cache:
-    """Where compiled CPU kernels are kept, and how many are there."""
+    """The folder in which numba keeps compiled kernels, and how many are there."""
     named = os.environ.get("NUMBA_CACHE_DIR")
     folder = Path(named) if named else Path(__file__).parents[1]  # numba writes beside each module of loops
     count = len(list(folder.rglob("*.nbc"))) if folder.is_dir() else 0

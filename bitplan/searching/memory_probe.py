@@ -331,7 +331,7 @@ def _storage_bytes(cache: Any) -> int:
 
 
 def _decoding_costs(device: Any) -> dict[str, tuple[float, ...]]:
-    """What decoding a weight takes, by format: bytes of any weight and bytes a number more, and so microseconds."""
+    """Measured costs of decoding, by format: bytes for any weight and for each number, microseconds likewise."""
     import torch
 
     from bitplan.formats import Encoded, get_format
@@ -538,7 +538,7 @@ def _next_token(model: Any, cache: Any, ids: Any) -> Any:
 
 
 def _timed_token(model: Any, cache: Any, batch: int, device: Any) -> _Token:
-    """Medians of a few tokens; on a GPU its work is timed apart from the host's, which is ahead of it then."""
+    """Median times of a few tokens; on a GPU its own work and the host's are timed apart."""
     import torch
 
     ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)

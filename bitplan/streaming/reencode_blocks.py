@@ -347,7 +347,7 @@ class BlockUpkeep:
         return views
 
     def close(self) -> None:
-        """Let go of the host's memory."""
+        """Free the host's memory of the stream."""
         self._sent_from.clear()
 
     def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:

@@ -437,7 +437,7 @@ class GGUFExport:
 
 
 def _permuted_rows(encoded: Encoded, heads: int) -> Encoded:
-    """Rows of packed bytes in another order: no number changes, for blocks lie along rows."""
+    """Reorder packed rows of q or k from Hugging Face's order to llama.cpp's, which interleaves halves of heads."""
     order = row_order(encoded.shape[0], heads)
     parts = {name: part[order] if part.dim() else part for name, part in encoded.parts.items()}
     return Encoded(encoded.fmt, encoded.shape, **parts)

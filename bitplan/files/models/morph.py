@@ -235,7 +235,7 @@ def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
 
 
 def _inputs_of(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, Tensor, int]]:
-    """(parameter, its inputs, the axis of features) for a call of a layer."""
+    """Yield (parameter, its inputs, the axis of features) for each weight that a call of a layer multiplies by."""
     first = ("query", "key", "value") if isinstance(module, nn.MultiheadAttention) else ("input",)
     named = dict(zip(first, args, strict=False)) | kwargs
     if isinstance(module, nn.MultiheadAttention):

@@ -116,7 +116,7 @@ def _numbers(table: tuple[Any, ...], device: torch.device) -> Tensor:
 
 @triton.jit
 def _by_halves(numbers, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """[ROWS, SIZE] -> [ROWS]: [0, n/2) + [n/2, n), and so on."""
+    """Sum [ROWS, SIZE] over the last axis, halves first: numbers [0, n/2) + [n/2, n), and so on."""
     if SIZE == 32:
         numbers = tl.sum(tl.reshape(numbers, [ROWS, 2, 16]), 1)
     if SIZE >= 16:
@@ -177,7 +177,7 @@ def _fit(
 
 @triton.jit
 def _half(numbers):
-    """Numbers rounded to float16, in float32."""
+    """Round numbers to float16; returns them as float32."""
     return tl.minimum(tl.maximum(numbers, -_LARGEST), _LARGEST).to(tl.float16).to(tl.float32)
 
 
@@ -185,7 +185,7 @@ def _half(numbers):
 def _integers(
     numbers, weights, steps_ptr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, LEAST: tl.constexpr, MOST: tl.constexpr
 ):  # fmt: skip
-    """[BLOCKS] steps rounded to float16, and [BLOCKS, COUNT] integers such that step x integer is near the numbers."""
+    """Return steps [BLOCKS], rounded to float16, and integers [BLOCKS, COUNT]: step x integer is near the numbers."""
     ends: tl.constexpr = 2 if LEAST < 0 else 1
     bottom, top = tl.min(numbers, 1), tl.max(numbers, 1)
     if LEAST < 0:
@@ -213,7 +213,7 @@ def _error_of_integers(
     x, w, d, dmin, scales, mins, table_ptr, BLOCKS: tl.constexpr, COUNT: tl.constexpr, SIZE: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
-    """[BLOCKS, COUNT]: the error of every group."""
+    """Return the error of every group [BLOCKS, COUNT] with these integers as scales and minima."""
     GROUPS: tl.constexpr = BLOCKS * COUNT
     scale = tl.reshape(d[:, None] * scales, [GROUPS])
     low = -tl.reshape(dmin[:, None] * mins, [GROUPS])

@@ -136,7 +136,7 @@ class RowScales:
 
 @triton.jit(do_not_specialize=["size16"])
 def _amax_of_pairs(x_ptr, partial_ptr, size16, WORDS: tl.constexpr):
-    """size16: numbers / 16, so that the compiler sees 16 bytes that may be read at once."""
+    """Each program writes the bits of the largest magnitude of its words of two numbers; size16: numbers / 16."""
     x_ptr = words_of(x_ptr)
     words = size16.to(tl.int64) * 8
     at = tl.arange(0, WORDS)
@@ -164,7 +164,7 @@ def _amax_of_pieces(x_ptr, partial_ptr, size, SOURCE: tl.constexpr, NUMBERS: tl.
 
 @triton.jit
 def _load_words(x_ptr, r_T, rows, words, word):
-    """128 words of each row: 16 bytes a thread of a warp."""
+    """Load 128 words of two numbers from each row, 16 bytes by each thread of a warp."""
     w_W = word + tl.arange(0, 128)
     at_TW = r_T[:, None].to(tl.int64) * words + w_W[None, :]
     return tl.load(x_ptr + at_TW, mask=(r_T < rows)[:, None] & (w_W < words)[None, :], other=0)
@@ -230,7 +230,7 @@ def _strips(
     BR: tl.constexpr,
     BC: tl.constexpr,
 ):
-    """The same for a strip of BC columns, for numbers of any type and after a norm; parts of rows and columns."""
+    """Find the largest magnitudes of rows and columns in a strip of BC columns, for any type, also after a norm."""
     strip, part = tl.program_id(0), tl.program_id(1)
     c_C = strip * BC + tl.arange(0, BC)
     ok_C = c_C < cols
@@ -251,7 +251,7 @@ def _strips(
 
 @triton.jit
 def _largest_part(parts_ptr, size, count, at_W, WIDTH: tl.constexpr, PARTS: tl.constexpr):
-    """[WIDTH] maxima over [count, size] parts, PARTS of them read at once."""
+    """Return the maxima [WIDTH] over the first axis of parts [count, size], PARTS of them read at once."""
     largest_PW = tl.zeros([PARTS, WIDTH], tl.int32)
     for first in range(0, count, PARTS):
         part_P = first + tl.arange(0, PARTS)
@@ -278,7 +278,7 @@ def _finish_scales(
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
-    """The first programs finish rows, the others columns."""
+    """Make scales of the parts' maxima: the first programs those of rows, the others those of columns."""
     program = tl.program_id(0)
     if program < row_programs:
         r_W = program * WIDTH + tl.arange(0, WIDTH)

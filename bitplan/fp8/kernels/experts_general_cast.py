@@ -121,7 +121,7 @@ def _tile_of_words(
     tile, tile_expert_ptr, tile_row_ptr, ends_ptr, group16, cols16, TOKENS: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr,
 ):  # fmt: skip
-    """(expert, or -1 where the tables have no tile; row and column of the tile within the expert)."""
+    """Return (expert, row, column) of a tile; expert -1 where the tables have no such tile."""
     wide = (cols16 * 16 + BC - 1) // BC
     place = tile // wide
     if TOKENS:
@@ -135,7 +135,7 @@ def _tile_of_words(
 
 @triton.jit
 def _span_of_expert(expert, ends_ptr, padded_ends_ptr, group16, cols16, TOKENS: tl.constexpr):
-    """(first row, rows, where its codes begin in the transposed layout, rows / 16 that it has there)."""
+    """Return an expert's (first row, rows, first code in the transposed layout, rows / 16 that it has there)."""
     if TOKENS:
         start = tl.load(ends_ptr + expert - 1, mask=expert > 0, other=0)
         rows = tl.load(ends_ptr + expert) - start
@@ -223,7 +223,7 @@ def _find_maxima(
     amax_ptr, amax_t_ptr, expert, down, across, span, cols16, x_4QW, SCALING: tl.constexpr, BR: tl.constexpr,
     BC: tl.constexpr, TO_ROWS: tl.constexpr, TO_COLS: tl.constexpr, V: tl.constexpr,
 ):  # fmt: skip
-    """Of the expert, or of its rows (`amax_ptr`) and columns (`amax_t_ptr`)."""
+    """Find a tile's largest magnitudes, of the expert, or of its rows (`amax_ptr`) and columns (`amax_t_ptr`)."""
     start, rows, _, _ = span
     if SCALING == "tensor":
         tl.atomic_max(amax_ptr + expert, amax_of_tile(x_4QW))
@@ -353,7 +353,7 @@ def _cast_words(
 
 @triton.jit
 def _settle(state_ptr, is_cast_E, e_E, experts, eps, FP8: tl.constexpr):
-    """(bits of the scales to cast by, which guesses were wrong); leaves the state for the next cast."""
+    """Return (bits of scales to cast by, which guesses were wrong), and leave the state for the next cast."""
     here_E = e_E < experts
     guess_E = tl.load(state_ptr + GUESS * experts + e_E, mask=here_E, other=0)
     largest_E = tl.load(state_ptr + LARGEST * experts + e_E, mask=here_E, other=0)
@@ -636,7 +636,7 @@ def _lay_out(
 
 @triton.jit
 def _tile_of_numbers(tile, tile_expert_ptr, tile_row_ptr, ends_ptr, GROUP: tl.constexpr, BR: tl.constexpr):
-    """(expert, first row of the tile, first and end row of the expert): by the tables, or groups of GROUP rows each."""
+    """Return (expert, the tile's first row, the expert's first and end row), by tables or for GROUP rows each."""
     if GROUP > 0:
         TILES: tl.constexpr = (GROUP + BR - 1) // BR
         expert = tile // TILES

@@ -122,7 +122,7 @@ def tile_product(
 
 @gluon.jit
 def _place(t, sizes, tables, SUMS: gl.constexpr):
-    """For tile t: (row of a, row of b, start of the contraction, its steps, expert, row of out, its end, column)."""
+    """Return of tile t (row of a, row of b, start of the contraction, steps, expert, row of out, its end, column)."""
     _total, tiles, height, width, length, together = sizes
     expert_ptr, row_ptr, end_ptr = tables
     cols = width // _COLS
@@ -150,7 +150,7 @@ def _place(t, sizes, tables, SUMS: gl.constexpr):
 
 @gluon.jit
 def _order(t, rows, cols, together):
-    """(row of tiles, column of tiles): `together` rows of tiles go through the columns together."""
+    """Return tile t's (row, column) of tiles; `together` rows of tiles go through the columns side by side."""
     first = t // (together * cols) * together
     side = gl.minimum(rows - first, together)
     inside = t % (together * cols)
@@ -236,7 +236,7 @@ def _sum_in_tensor_cores(GROUP: gl.constexpr, ring, at, steps, STAGES: gl.conste
 
 @gluon.jit
 def _sum_in_float32(GROUP: gl.constexpr, ring, at, steps, STAGES: gl.constexpr):
-    """The same, where the tensor cores add only the products of one step."""
+    """Return what `_sum_in_tensor_cores` does, but add each step's products to the sums in float32."""
     a_bufs, b_bufs, full, empty = ring
     HALF: gl.constexpr = _COLS // 2
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, HALF, 32])
@@ -315,7 +315,7 @@ def _store(acc, PART: gl.constexpr, GROUP: gl.constexpr, out_desc, out_bufs, row
 
 @gluon.jit
 def _halve(x):
-    """(left columns, right columns)."""
+    """Divide a tile into its left and its right columns."""
     return gl.split(x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)))
 
 

@@ -65,13 +65,13 @@ def least_scale(eps: float, fp8: str) -> float:
 
 @triton.jit
 def words_of(x_ptr):
-    """A pointer to numbers -> to words of two."""
+    """Turn a pointer to 16-bit numbers into one to 32-bit words of two numbers."""
     return x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
 
 
 @triton.jit
 def place_of(tile, cols16, BC: tl.constexpr):
-    """(block of rows, block of columns) of a tile."""
+    """Return (block of rows, block of columns) of a tile, by its number."""
     across = (cols16 * 16 + BC - 1) // BC
     return tile // across, tile % across
 
@@ -216,7 +216,7 @@ def store_by_one_scale(
 
 @triton.jit
 def largest_of_rows(a_QW, b_QW, Q: tl.constexpr, W: tl.constexpr, V: tl.constexpr):
-    """[Q, W] words of two rows -> [Q] pairs of their maxima: first within threads, then two rows per shuffle."""
+    """Return pairs of maxima [Q] of words of two rows [Q, W]: first within threads, then two rows per shuffle."""
     a_QWV, b_QWV = tl.reshape(a_QW, [Q, W // V, V]), tl.reshape(b_QW, [Q, W // V, V])
     pairs_QW = pair_of_rows(reduce_pairs(a_QWV, 2), reduce_pairs(b_QWV, 2))
     return reduce_pairs(pairs_QW, 1) & PAIR_OF_MAGNITUDES
@@ -224,7 +224,7 @@ def largest_of_rows(a_QW, b_QW, Q: tl.constexpr, W: tl.constexpr, V: tl.constexp
 
 @triton.jit
 def largest_of_cols(x_4QW):
-    """[W] pairs of the columns' maxima."""
+    """Return the maxima of a tile's columns, as pairs [W]."""
     return reduce_pairs(_largest_of_fours(x_4QW), 0) & PAIR_OF_MAGNITUDES
 
 

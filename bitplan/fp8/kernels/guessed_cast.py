@@ -99,7 +99,7 @@ def new_state(device: torch.device, experts: int = 1, room: int = 0, *, follows:
 
 
 def empty_state(device: torch.device, experts: int) -> Tensor:
-    """[places, experts]; `fp8.kernels.experts_general_cast` has a guess for each expert."""
+    """Memory for a state of guesses, [places, experts], still to be filled (`clear_state`)."""
     drift_on(device)  # here, so that no CUDA graph allocates it
     return torch.empty((STATE_SIZE, experts), dtype=torch.int32, device=device)
 
@@ -237,7 +237,7 @@ def guess_of(state_ptr, drift_ptr):
 
 @triton.jit
 def settle(state_ptr, drift_ptr, scale_ptr, eps, FP8: tl.constexpr):
-    """(the scale, whether the guess was wrong); writes the scale, and prepares the state for the next cast."""
+    """Return (scale, whether the guess was wrong); write the scale, and prepare the state for the next cast."""
     used = tl.load(state_ptr + USED)
     right = power_of_two_of_bits(tl.load(state_ptr + LARGEST), eps, FP8).to(tl.int32, bitcast=True)
     room = tl.load(state_ptr + ROOM)

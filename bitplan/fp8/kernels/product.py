@@ -67,7 +67,7 @@ def _refuse(a_MK: ScaledFp8, b_NK: ScaledFp8, impl: str) -> NoReturn:
 
 
 def pick_product(a_MK: ScaledFp8, b_NK: ScaledFp8) -> str:
-    """Which implementation "auto" means for these operands."""
+    """The implementation that impl="auto" stands for with these operands."""
     if not a_MK.codes.is_cuda:
         return "emulate"
     if a_MK.scaling != "1x128":
@@ -134,7 +134,7 @@ def _by_blocks(a_MK: ScaledFp8, b_NK: ScaledFp8, b_KN: Tensor) -> Tensor:
 
 
 def _square_scale(b_NK: ScaledFp8) -> Tensor:
-    """Scales of squares as the library takes them: [K / 128 padded to fours, N / 128], the contraction fastest."""
+    """Scales of 128x128 squares as torch's product takes them: [K / 128 padded to fours, N / 128], column-major."""
     if b_NK.scaling != "128x128":
         return b_NK.scale
     down, across = b_NK.scale.shape

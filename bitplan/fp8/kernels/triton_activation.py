@@ -182,7 +182,7 @@ def _act(x, ACT: tl.constexpr):
 
 @triton.jit
 def _slope(x, ACT: tl.constexpr):
-    """The derivative at x."""
+    """The derivative of the activation at x."""
     if ACT == "silu":
         part = _sigmoid(x)
         y = part * (1.0 + x * (1.0 - part))

@@ -28,7 +28,7 @@ PAIR_OF_MAGNITUDES = tl.constexpr(0x7FFF7FFF)
 
 
 def _for_each_type(assembly: str) -> tuple[tl.constexpr, tl.constexpr]:
-    """(for E4M3, for E5M2)."""
+    """Assembly for E4M3 and for E5M2, made of one text."""
     return tl.constexpr(assembly.replace("TYPE", "e4m3")), tl.constexpr(assembly.replace("TYPE", "e5m2"))
 
 
@@ -88,7 +88,7 @@ _HIGH_E4M3, _HIGH_E5M2 = _for_each_type(_FOUR.replace("SELECT", "0x3244"))
 
 
 def _without_products(assembly: str) -> str:
-    """For words that were multiplied already (`pair_times_power`)."""
+    """The assembly without its multiplications, for words that `pair_times_power` has multiplied."""
     return "\n".join(line for line in assembly.split("\n") if "mul.rn.f32" not in line)
 
 

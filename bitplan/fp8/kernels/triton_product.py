@@ -377,7 +377,7 @@ def _tile_product(
 
 @triton.jit
 def _tile_of_program(program, rows, COLS: tl.constexpr, TOGETHER: tl.constexpr):
-    """(row of tiles, column of tiles) of a program: `TOGETHER` rows of tiles go through the columns together."""
+    """Return a program's (row, column) of tiles; `TOGETHER` rows of tiles go through the columns side by side."""
     first = program // (TOGETHER * COLS) * TOGETHER
     side = tl.minimum(rows - first, TOGETHER)
     inside = program % (TOGETHER * COLS)

@@ -249,7 +249,7 @@ def plain_rows(x_TK: Tensor, w_ENK: Tensor, layout: GroupLayout, bias: Tensor | 
 
 
 def plain_sums(a_TN: Tensor, b_TK: Tensor, layout: GroupLayout) -> Tensor:
-    """For each expert a transposed times b over its own rows, without FP8: [E, N, K]."""
+    """Multiply, without FP8, a transposed by b over each expert's own rows: [E, N, K]."""
     if not a_TN.shape[0]:
         return a_TN.new_zeros((layout.experts, a_TN.shape[1], b_TK.shape[1]))
     if a_TN.is_cuda:

@@ -94,7 +94,7 @@ _MULTIPLY_BYTES = tl.constexpr(
 
 @triton.jit
 def four_words(at, WORDS: tl.constexpr):
-    """16 bytes of codes."""
+    """Load 16 bytes of codes as four words."""
     if WORDS == "none":
         words = (tl.load(at), tl.load(at + 1), tl.load(at + 2), tl.load(at + 3))
     else:
@@ -104,7 +104,7 @@ def four_words(at, WORDS: tl.constexpr):
 
 @triton.jit
 def stay():
-    """Loads before it are not moved behind it: the assembler would put them off to save registers."""
+    """Keep loads before it where they are: the assembler would put them off to save registers."""
     tl.inline_asm_elementwise("bar.warp.sync -1; mov.b32 $0, 0;", "=r", [], tl.int32, is_pure=False, pack=1)
 
 
@@ -156,7 +156,7 @@ def add_word(
     TWO: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Eight inputs: a word of codes of each output, and four pairs of x."""
+    """Add the products of eight inputs (four pairs x) with a word of codes of each of two outputs."""
     HALVES: tl.constexpr = ORDER == "halves"
     if WORDS == "none":
         new, of_second = sums[0], sums[2]
@@ -215,7 +215,7 @@ def add_word(
 
 @triton.jit
 def add_bytes(sums, first, second, x, ELEMENT: tl.constexpr, WORDS: tl.constexpr):
-    """Four inputs: a word of 8-bit codes of each output, and two pairs of x."""
+    """Add the products of four inputs (two pairs x) with a word of 8-bit codes of each of two outputs."""
     if WORDS == "none":
         new, of_second = sums[0], sums[2]
         for byte in tl.static_range(4):
@@ -393,7 +393,7 @@ def _codes(
     RUN: tl.constexpr,
     WORDS: tl.constexpr,
 ):
-    """Four words of each lane's two outputs, and their stored scales."""
+    """Load four words of codes of each lane's two outputs, and their stored scales."""
     words_at, second_words_at, scale_at, second_scale_at = _addresses(
         data_ptr, scales_ptr, step, chunk_T, first_RT, second_RT, N, K, ORDER, GROUP, R, W, RUN
     )
@@ -434,7 +434,7 @@ def _addresses(
     W: tl.constexpr,
     RUN: tl.constexpr,
 ):
-    """Of the codes of a lane's two outputs, and of their scales."""
+    """Return addresses of the codes of a lane's two outputs, and of their scales."""
     EACH: tl.constexpr = 16 if ORDER == "bytes" else 32
     WIDTH: tl.constexpr = K // 4 if ORDER == "bytes" else K // 8
     chunk_T, _ = _chunk(chunk_T, step, K, EACH, W, RUN)
@@ -526,14 +526,14 @@ def _add_step(
 
 @triton.jit
 def _of_warps(first_XRT, second_XRT, W: tl.constexpr):
-    """Both sums in one exchange between warps."""
+    """Add up the sums of all warps, both outputs in one exchange."""
     both = tl.join(first_XRT, second_XRT)
     return tl.split(tl.sum(tl.reshape(both, [both.shape[0], both.shape[1], W, 32, 2]), axis=2))
 
 
 @triton.jit
 def _of_lanes(sum_MRT, W: tl.constexpr):
-    """Of the interpreter's sums, which no tensor core has summed over the four lanes of an output."""
+    """Add up an output's four lanes in the interpreter; on a GPU the tensor cores have done so."""
     return tl.sum(tl.sum(tl.reshape(sum_MRT, [sum_MRT.shape[0], sum_MRT.shape[1], W, 8, 4]), axis=4), axis=2)
 
 

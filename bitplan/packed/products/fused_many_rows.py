@@ -246,5 +246,5 @@ def _wide(
 
 @triton.jit
 def _operand(x, WORDS: tl.constexpr):
-    """bfloat16 goes from memory to the tensor cores untouched; the interpreter gets its bits, and makes float32."""
+    """x as the product reads it: bfloat16 unchanged; in the interpreter float32, made of its bits."""
     return x if WORDS != "none" else (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)

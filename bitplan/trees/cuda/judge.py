@@ -39,7 +39,7 @@ class Nodes:
 
 @dataclass(frozen=True)
 class _Found:
-    """The best split of each node and column."""
+    """The best split of each node by each column, as tensors (nodes, columns)."""
 
     gain: Tensor  # 0: there is none
     cut: Tensor

@@ -89,7 +89,7 @@ def lay_out(columns_ptr, bins_ptr, rows, width, BLOCK: tl.constexpr):
 
 @triton.jit
 def byte_of(place, row, width):
-    """Where a row has the bin of a feature of its group."""
+    """The offset of a row's bin of a feature, among the bytes of the feature's group."""
     byte = place - row.to(tl.int32) % width
     return tl.where(byte < 0, byte + width, byte)
 
@@ -188,7 +188,7 @@ def _add_shared(address, both, hess):
 
 @triton.jit
 def _take_shared(address):
-    """What is there; zero from then on."""
+    """Read what lies at an address of shared memory, and set it to zero."""
     return tl.inline_asm_elementwise(
         "{ ld.shared.u32 $0, [$1]; st.shared.u32 [$1], 0; }", "=r,r", [address], dtype=tl.int32, is_pure=False, pack=1
     )
@@ -196,7 +196,7 @@ def _take_shared(address):
 
 @triton.jit
 def _load_bins(panels_ptr, entry, first_row, WIDTH: tl.constexpr):
-    """(eight bins, eight more, the first one's feature) of each row; bins as words of 64 bits."""
+    """Return (eight bins, eight more, the first one's feature) of each row; bins as words of 64 bits."""
     row = entry & _ROW
     word = panels_ptr + (first_row + row) * 2
     early = tl.load(word)
@@ -406,7 +406,7 @@ def judge_features(
 
 @triton.jit(do_not_specialize=["features"])
 def pick_features(table_ptr, gains_ptr, found_ptr, result_ptr, features, K: tl.constexpr, WIDE: tl.constexpr):
-    """Of each node the best feature, of equal gains the lowest."""
+    """Pick each node's feature of the largest gain, of equal gains the lowest, into the result."""
     node = tl.program_id(0)
     if node < 2 * tl.load(table_ptr + K * _COLUMNS + _NODES):
         feature = tl.arange(0, WIDE)

@@ -97,7 +97,7 @@ def softmax(
     WEIGHTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Scores, grads and hess (classes, rows)."""
+    """Compute the softmax loss's gradients and hessians, (classes, rows), from scores of that shape."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = row < rows
     weight = tl.load(weights_ptr + row, mask=inside, other=0.0) if WEIGHTED else 1.0
@@ -178,7 +178,7 @@ def enter_floats(
 
 @triton.jit
 def _part_of(parts_ptr, block, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """(places in the entries, which of them are there, the side, the leaf) of a block of rows."""
+    """Return of a block of rows (places in the entries, which are there, the side, the leaf)."""
     firsts = tl.load(parts_ptr + tl.arange(0, PARTS) * _COLUMNS + 2)
     of = parts_ptr + (tl.sum((firsts <= block).to(tl.int32), 0) - 1) * _COLUMNS
     at = tl.load(of) + (block - tl.load(of + 2)) * BLOCK + tl.arange(0, BLOCK)
@@ -244,7 +244,7 @@ def walk_rows(
     width,
     BLOCK: tl.constexpr,
 ):
-    """The same for rows that the tree was not grown from: each goes down the tree."""
+    """Add leaf values to scores of rows that the tree was not grown from: each goes down the tree."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     row = tl.load(numbers_ptr + at, mask=inside, other=0).to(tl.int64)
