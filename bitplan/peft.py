@@ -78,7 +78,7 @@ def _check_model(model: Any) -> None:
 
 
 def _refuse_copies_of_packed_layers(model: nn.Module, peft_config: Any) -> None:
-    """peft would copy such a layer to train it, and a packed weight is not trained."""
+    """Raise for adapters that would copy a packed layer to train it: packed weights are not trained."""
     copied = tuple(getattr(peft_config, "modules_to_save", None) or ())
     for name, module in model.named_modules():
         if isinstance(module, QuantLinear | QuantEmbedding) and any(

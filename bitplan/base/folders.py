@@ -120,7 +120,7 @@ def finish_folder(path: Path, goes: Collection[str]) -> None:
 
 @contextmanager
 def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
-    """A folder `.NAME-*` for the length of the block; those that killed processes left are removed."""
+    """Yield a folder `.NAME-*`, removed when the block ends; those that killed processes left go at once."""
     sweep(parent, rf"\.{re.escape(name)}-\w+")
     with _locked_folder(lambda: parent / f".{name}-{secrets.token_hex(6)}", parent) as scratch:
         yield scratch
@@ -235,7 +235,7 @@ def _take_permissions(new: Path, target: Path) -> None:
 
 @contextmanager
 def _locked_folder(name: Callable[[], Path], target: Path) -> Iterator[Path]:
-    """A new folder of a free name, locked; it is removed with all in it when the block ends."""
+    """Yield a new, locked folder of a free name; it is removed with all in it when the block ends."""
     folder, lock = name(), None
     try:
         while lock is None:

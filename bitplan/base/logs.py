@@ -36,7 +36,7 @@ class JsonLog(Closing):
         error: type[BitplanError] = StoreError,
         may_lose_lines: bool = False,
     ) -> None:
-        """Opens the file, so that a path that cannot be written is an error before the work.
+        """Open the file, so that a path that cannot be written is an error before the work.
 
         begins  the beginning of the first line of such a log; its numbers match any number
         noun    the name of this kind of log in errors, whose class is `error`

@@ -204,7 +204,7 @@ def _log_drift(log: Any, step: int, layers: Any) -> Any:
 
 
 def add_old_parts() -> None:
-    """Parts that are gone stay importable: modules that hold nothing and look their names up."""
+    """Make packages that are gone importable: as modules that look their names up where these are now."""
     for part in _OLD_PARTS:
         package = f"bitplan.{part}"
         module = ModuleType(package, f"The names of {package} have other places now.")

@@ -45,7 +45,7 @@ class Stopwatch(Protocol):
     """The interface through which a device is timed: marks in its queue, waiting, peak memory, graphs."""
 
     def prepare(self) -> None:
-        """Before a sample: bring the caches into the state that a model leaves."""
+        """Bring the caches into the state that a model leaves; called before each sample."""
 
     def mark(self) -> Any:
         """A mark at this point of the device's queue."""
@@ -63,7 +63,7 @@ class Stopwatch(Protocol):
         """The call as a graph that is replayed; the call itself on a device without graphs."""
 
     def recover(self) -> None:
-        """After an error: give memory back, or raise if the device no longer answers."""
+        """Give memory back after an error, or raise if the device no longer answers."""
 
 
 class Peers:

@@ -60,7 +60,7 @@ class Closing:
 
 @contextmanager
 def on_failure(undo: Callable[[], object]) -> Iterator[None]:
-    """Calls `undo` if the block fails in any way: what it opened is closed, what it read is freed."""
+    """A context that calls `undo` if the block fails in any way, to close what it opened."""
     try:
         yield
     except BaseException:
@@ -183,7 +183,7 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def named_after(target: Path) -> Iterator[None]:
-    """Make an error of the system name the target file, not the temporary one beside it."""
+    """A context in which an error of the system names the target file, not the temporary one beside it."""
     try:
         yield
     except OSError as error:

@@ -38,7 +38,7 @@ def state_of(tensor: Tensor) -> tuple[int, int]:
 
 
 def count_optimizer_steps() -> None:
-    """From now on every optimizer's step raises `_version` of its parameters; call it before you rely on that."""
+    """Make every optimizer's step raise `_version` of its parameters from now on; call it before you rely on that."""
     global _hook
     if _hook is None:
         with _lock:

@@ -209,7 +209,7 @@ def table(title: str, rows: Sequence[Mapping[str, Any]], *, extra: Sequence[str]
 
 
 def _draw(console: Console, columns: Sequence[TextColumn], widths: Sequence[int]) -> None:
-    """A table in rich's own lines, a row at a time: rich's Table holds and renders all of them, 1 ms for each."""
+    """Print a table in rich's own lines, a row at a time: rich's Table takes 1 ms for each."""
     from rich.box import HEAVY_HEAD
     from rich.text import Text
 
@@ -246,7 +246,7 @@ def _width() -> int | None:
 def progress(
     title: str, total: int, *, amount: Callable[[int], str] = str, estimates: bool = True
 ) -> Iterator[Callable[[int, str], None]]:
-    """Progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
+    """A context that shows progress on standard error: a bar on a terminal, elsewhere a line every ten seconds.
 
     It yields a function of (amount, label); `amount` formats amounts. `estimates` says how long it will take in all,
     unless the labels do.
@@ -269,7 +269,7 @@ def progress(
 def _lines(
     title: str, total: int, amount: Callable[[int], str], estimates: bool
 ) -> Iterator[Callable[[int, str], None]]:
-    """A thread prints progress every ten seconds, also while a single step takes minutes."""
+    """A context in which a thread prints progress every ten seconds, also during a step of minutes."""
     done, doing, started, is_over = 0, "", time.monotonic(), threading.Event()
     whole = 0.0  # seconds of it all, by the steps that are done: while one takes its time, the total does not rise
 

@@ -461,7 +461,7 @@ def write_gguf(
     *,
     checksums: bool = False,
 ) -> Iterator[PayloadWriter]:
-    """Write a version 3 file: tensors (name, type, shape) are known first, their bytes come one by one.
+    """Yield a writer of a version 3 file: tensors (name, type, shape) are known first, bytes come one by one.
 
     Tensors lie in the order given. Each comes as encoded bytes (uint8, `raw_shape`), or, for a plain
     type such as F16, as a tensor of that dtype. llama.cpp wants `general.architecture` in the

@@ -147,7 +147,7 @@ class WeightEvidence:
 def evidence_for(
     statistics: EvidenceFile, file: TensorFile, other_names: Mapping[str, OtherName] | None = None
 ) -> WeightEvidence:
-    """Refuse statistics of other names or columns; `other_names` are those that tensors have elsewhere."""
+    """Statistics for a file's tensors, also under `other_names`; refuses those of other names or columns."""
     with_statistics = statistics.names
     names: dict[str, OtherName] = {}
     stacks: set[str] = set()

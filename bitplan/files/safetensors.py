@@ -206,7 +206,7 @@ def write_safetensors(
     *,
     checksums: bool = False,
 ) -> Iterator[PayloadWriter]:
-    """Write a file: tensors (name, dtype, shape) are known first, their bytes come one by one.
+    """Yield a writer of a file: tensors (name, dtype, shape) are known first, bytes come one by one.
 
     The largest dtypes come first and then names in order, which keeps every tensor aligned. The
     file appears when the block ends without an error and every tensor was written. With `checksums` the metadata

@@ -41,7 +41,7 @@ class ContainerFile(Closing, ABC, Generic[Entry]):
     checksums: Mapping[str, int]  # of every tensor, or of none
 
     def __init__(self, path: str | Path, *, stays_open: bool = True) -> None:
-        """Among more files than a process may have open (see `MOST_OPEN`), each is opened for every read alone."""
+        """Open a file and check its header; without `stays_open` it is opened again for every read."""
         self.path = Path(path)
         check_input(self.path)
         self._file = self.path.open("rb")
@@ -186,7 +186,7 @@ class PayloadWriter:
         header: bytes,
         checksums: bool,
     ) -> None:
-        """The header is in the file already; `checksums` are wanted of every payload, for `fill` or for other files."""
+        """Take over a file that has its header; with `checksums` those of payloads are kept for `fill`."""
         self.path = Path(path)
         self._header = header
         self.checksums = dict.fromkeys((spec.name for spec in tensors), 0) if checksums else None

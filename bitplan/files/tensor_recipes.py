@@ -133,7 +133,7 @@ def listed_faults(faults: Mapping[str, Sequence[str]]) -> str:
 
 
 def require_whole_model(file: TensorFile, folder: Path, otherwise: str = "") -> list[str]:
-    """Refuse a checkpoint that lacks tensors of the model of its folder's config, which nothing could load.
+    """Refuse a checkpoint that lacks tensors of its config's model; returns a note where that is not known.
 
     A note comes back where that is not known. Tensors that the model does not have are no fault: others may read them.
     """

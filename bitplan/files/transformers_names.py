@@ -78,7 +78,7 @@ def foreign_reason(error: object) -> str:
 def foreign_faults(
     kind: type[BitplanError], where: str, hint: str = "", settings: Mapping[str, object] | None = None
 ) -> Iterator[None]:
-    """Make whatever another library raises on a user's file one line; a panic of compiled code is no Exception."""
+    """A context that turns other libraries' errors about a user's file, panics too, into ours of one line."""
     try:
         yield
     except (BitplanError, MemoryError, KeyboardInterrupt, SystemExit):

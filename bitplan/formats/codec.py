@@ -187,7 +187,7 @@ def check_options(
     shape: tuple[int, ...],
     name: str,
 ) -> ScaleRule:
-    """Refuse an option that the format would ignore; returns the scale rule to use."""
+    """The scale rule to use; refuses options that the format would ignore."""
     chosen = next((r for r in fmt.rules if r == (rule or fmt.default_rule)), None)
     if chosen is None:
         why = "it has no best multiple of mean |x|; " if rule in SCALE_RULES else ""

@@ -91,7 +91,7 @@ def as_bits(tensor: Tensor) -> Tensor:
 
 
 def whole_groups(fmt: Format, cols: int) -> None:
-    """The kernels see memory as one run of groups: a ragged last group is the reference's to pad."""
+    """Raise where rows are not whole groups: kernels see memory as one run of groups."""
     assert fmt.block.cols is not None
     if cols % fmt.block.cols:
         raise FormatError(

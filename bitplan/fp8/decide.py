@@ -144,7 +144,7 @@ def _lacking(device: torch.device, emulate: bool) -> str | None:
 
 
 def _differences(plans: Iterable[PartPlan], device: torch.device) -> list[str]:
-    """Refuse a policy of another GPU; list other differences from the machine that it was measured on."""
+    """Differences from the machine on which policies were measured; a policy of another GPU is refused."""
     notes: dict[str, None] = {}
     for policy in (plan.policy for plan in plans if plan.policy is not None):
         if device.type == "cpu" and policy.fingerprint is not None:

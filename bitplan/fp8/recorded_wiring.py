@@ -135,7 +135,7 @@ def _see(model: nn.Module, example: Any) -> tuple[ModelView, Inputs] | str:
 
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Every module as in training, where dropout shows; and as it was afterwards."""
+    """A context in which every module is in training mode, where dropout shows; modes come back after it."""
     before = [(module, module.training) for module in model.modules()]
     for module, _ in before:
         module.training = True

@@ -188,7 +188,7 @@ def _difference(expected: Sequence[Tensor], computed: Sequence[Tensor], inputs: 
 
 @contextlib.contextmanager
 def _quiet(module: nn.Module) -> Iterator[None]:
-    """A run that leaves nothing behind: as in evaluation, without gradients, hooks, random numbers or attributes."""
+    """A context for a run that leaves no trace: eval mode, no gradients, hooks, random numbers or attributes."""
     training = {one: one.training for one in module.modules()}
     buffers = [(one, one._version, one.clone()) for one in module.buffers() if not one.is_meta]
     with torch.no_grad(), restored(module), same_random_numbers(), _eager():

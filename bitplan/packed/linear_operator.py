@@ -199,7 +199,7 @@ def packed_linear(x: Tensor, bias: Tensor | None, *weight: Any) -> Tensor:
 
 
 def _never(_x: Tensor, _shape: Sequence[int]) -> None:
-    """The bound call of a product that cannot be bound, such as one of many rows."""
+    """Called in place of a bound product where there is none, as for many rows; gives None."""
 
 
 def packed_input_gradient(grad: Tensor, *weight: Any) -> Tensor:

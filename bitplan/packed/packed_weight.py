@@ -88,7 +88,7 @@ class PackedWeight(EncodedModule):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Refuse, because a model's own code reads the weight of a layer as if it were numbers."""
+        """Raise: a model's code uses a layer's packed weight as if it were numbers."""
         weight = next((argument for argument in (*args, *(kwargs or {}).values()) if isinstance(argument, cls)), None)
         raise _ReadAsNumbersError(getattr(func, "__name__", str(func)), weight)
 

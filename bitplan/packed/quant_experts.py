@@ -251,7 +251,7 @@ class QuantExperts(nn.Module):
         return self.gate_up.derived_nbytes + self.down.derived_nbytes
 
     def stand_in(self, *_inputs: Tensor) -> None:
-        """There is no plain layer that routes as this one does: `bitplan.describe` calls it unknown."""
+        """Give None: no plain layer routes as this one does, so `bitplan.describe` calls it unknown."""
 
     def extra_repr(self) -> str:
         return f"experts={self.experts}, {self.activation}, strategy={self.strategy}"

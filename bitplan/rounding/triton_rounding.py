@@ -460,7 +460,7 @@ def round_batch(
 def sweep_batch(
     gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, start: int, scaled: BlockScales, changes: Tensor
 ) -> None:
-    """Better scales and codes in the columns [start, start + span), where they are; `changes` [R, span] of the values.
+    """Improve, in place, scales and codes of columns [start, start + span); writes `changes` of values [R, span].
 
     gradient   [R, K]: (weight - value) @ hessian, as it is before these columns change
     """
@@ -487,9 +487,7 @@ def sweep_batch(
 def sweep_batches(
     gradient: Tensor, codes: Tensor, scales: Tensor, hessian: Tensor, scaled: BlockScales, *, is_last: bool
 ) -> None:
-    """Better scales and codes in all columns, where they are. The gradient follows; after the last sweep it is no more
-    asked for.
-    """
+    """Improve, in place, all scales and codes, and keep the gradient up to date unless `is_last`."""
     cols = gradient.shape[1]
     changes = gradient.new_empty(len(gradient), scaled.span)
     for start in range(0, cols, scaled.span):

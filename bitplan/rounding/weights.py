@@ -179,7 +179,7 @@ def _sweep(matrix: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, 
 def _sweep_batches(
     gradient: Tensor, hessian: Tensor, codes: Tensor, scales: GroupScales, grid: Grid, *, is_last: bool
 ) -> None:
-    """One of the sweeps on GPUs: codes, scales and gradient change where they are."""
+    """Run one sweep on a GPU: improve codes and scales in place, and the gradient with them."""
     from bitplan.rounding.triton_rounding import BlockScales, sweep_batches, sweep_groups
 
     layout, cols = scales.layout, gradient.shape[1]

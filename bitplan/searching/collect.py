@@ -311,7 +311,7 @@ def _check_part(evidence: SearchEvidence, choice: Mapping[str, str], meter: Plan
 
 
 def require_same(evidence: SearchEvidence, fingerprint: Mapping[str, str], where: str) -> None:
-    """Evidence of other weights, text or versions is refused by what differs."""
+    """Refuse evidence of other weights, text or versions; the error says what differs."""
     for part, value in fingerprint.items():
         if evidence.fingerprint.get(part) != value:
             raise EvidenceFileError(

@@ -348,7 +348,7 @@ class RoundedWeights:
 
     @contextmanager
     def compiling(self, formats: Sequence[str]) -> Iterator[None]:
-        """Compile what rounds to these formats while something else goes on: it takes a core some time, once."""
+        """A context that compiles, beside it, what rounds to these formats: once some seconds of a core."""
         largest = max(map(self.subject.numbers_with, self.subject.sites))
         is_compiled = largest >= SMALLEST_FOR_CPU and not self.subject.target.streamed
         if is_compiled and self._processes is not None:
@@ -374,7 +374,7 @@ class RoundedWeights:
 
     @contextmanager
     def _one_torch_thread(self) -> Iterator[None]:
-        """Use one torch thread for small matrices, where several wait longer than they work; compiled loops do not."""
+        """A context with one torch thread for small matrices, where several wait longer than they work."""
         widest, threads = max(site.shape[-1] for site in self.subject.sites.values()), torch.get_num_threads()
         if self.subject.device.type != "cpu" or 2 * widest**2 > INPUTS_AT_ONCE:
             yield
@@ -544,7 +544,7 @@ class RoundedWeights:
 
 @contextmanager
 def _pool_of(workers: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that share those of torch; what they have not begun is left out if one of them fails."""
+    """Yield a pool of threads that share torch's; if one fails, work that has not begun is left out."""
     threads = max(1, torch.get_num_threads() // workers)  # its share for each
     with torch_threads(threads):
         pool = ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(threads,))

@@ -65,7 +65,7 @@ def compare_plans(first: Plan, second: Plan, evidence: SearchEvidence | None = N
 
 
 def _require_one_shape(name: str, old: Planned, new: Planned) -> None:
-    """Parts of packed tensors are shaped by their format: theirs may differ."""
+    """Raise where plans have a tensor in two shapes; parts of packed ones may differ by format."""
     if old.part or new.part or old.shape is None or new.shape is None or old.shape == new.shape:
         return
     raise SearchError(

@@ -50,7 +50,7 @@ TRUSTED = 0.2  # of what is expected: after as much of it, what it took counts a
 
 @contextmanager
 def in_shares(stage: Stage, phase: str, total: int) -> Iterator[Advance]:
-    """Run a stage whose steps take unequal work: progress is shown in thousandths of all work."""
+    """A context for a stage whose steps take unequal work: progress goes by thousandths of all work."""
     done = shown = 0
     with stage(phase, SHARES) as advance:
 

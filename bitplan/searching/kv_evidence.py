@@ -32,7 +32,7 @@ _KV_ROLE = "kv"
 
 @contextmanager
 def _with_cache(model: nn.Module, cache: Any) -> Iterator[None]:
-    """Give this cache to every call of a model within the block."""
+    """A context in which every call of a model gets this cache."""
     handle = model.register_forward_pre_hook(
         lambda _model, args, kwargs: (args, {**kwargs, "past_key_values": cache}), with_kwargs=True
     )

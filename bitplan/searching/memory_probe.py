@@ -262,7 +262,7 @@ class _HeldAtOnce:
 
 
 def run_probe() -> None:
-    """The child process of `probe_memory`: reads a request from standard input, prints what it measured."""
+    """Run the child process of `probe_memory`: read a request from standard input, print what was measured."""
     request = json.load(sys.stdin)
     words = ("config", "model_type", "context", "batch", "device")
     answer: dict[str, Any] = _measure(*(request[word] for word in words))
@@ -573,7 +573,7 @@ def _timed_token(model: Any, cache: Any, batch: int, device: Any) -> _Token:
 
 
 def _fill(model: Any, cache: Any, batch: int, tokens: int, device: Any) -> None:
-    """Rows of the shape that the model gives, until the cache holds so many tokens."""
+    """Put random rows of the model's shape into the cache until it holds so many tokens."""
     import torch
 
     first = torch.zeros(batch, 1, dtype=torch.int64, device=device)

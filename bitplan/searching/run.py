@@ -420,7 +420,7 @@ class Searcher:
 
     @contextmanager
     def _logged(self, goal: Goal) -> Iterator[None]:
-        """Steps are in a file of the folder while the search goes on, for a report that follows it."""
+        """A context that writes steps into a log in the folder, for a report that follows the search."""
         if self.folder is None:
             yield
             return
@@ -582,7 +582,7 @@ class Searcher:
         return time_block(self.subject, formats, rows)
 
     def require_size(self, goal: Goal) -> None:
-        """A size that no plan has, or that the model has as it is, is refused before minutes are spent."""
+        """Refuse a size that no plan has, or that the model has already, before minutes are spent."""
         numbers, stored = self.subject.numbers, self.subject.stored.nbytes
         most, least = goal.most_bytes(numbers), smallest_bytes(self.subject, self.formats)
         if most is not None and least > most:
@@ -653,7 +653,7 @@ def _require_folder(path: Path, target: Target) -> None:
 
 @contextmanager
 def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
-    """Put each module of a model in memory back to training or evaluation; a search runs it in evaluation."""
+    """A context after which each module of a model is in training or evaluation mode as before."""
     modes = [(module, module.training) for module in model.modules()] if isinstance(model, nn.Module) else []
     try:
         yield
@@ -664,7 +664,7 @@ def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
 
 @contextmanager
 def _made(folder: Path | None) -> Iterator[None]:
-    """The folder, with those above it; those that were made here go again if the search ends with nothing in them."""
+    """A context that makes the folder and its parents, and removes those again that a failed search left empty."""
     missing = [] if folder is None else [parent for parent in (folder, *folder.parents) if not parent.exists()]
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)

@@ -757,7 +757,7 @@ def _share(model: nn.Module, alias: str, name: str) -> None:
 
 
 def _refuse_packed_gpt_oss(path: Path) -> None:
-    """gpt-oss as it was published: its experts would stay as they are, and nothing could be packed beside them."""
+    """Raise for gpt-oss as published, in MXFP4: nothing could be packed beside its experts."""
     quantization = read_config(path).get("quantization_config") if path.is_dir() and (path / CONFIG).is_file() else None
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         raise SearchError(

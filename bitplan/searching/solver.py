@@ -55,7 +55,7 @@ class Corrections:
         self._checks = self._checked_cells()
 
     def add(self, choice: Mapping[str, str], kl: float) -> None:
-        """A format for every group, and the KL that was measured with all of them."""
+        """Add a measurement: a format for every group, and the KL measured with all of them."""
         cells = self._damage(choice)
         if kl > 0 and sum(cells.values()) > 0:
             inputs = sum(self.evidence.groups[name].formats[fmt].inputs for name, fmt in choice.items())

@@ -111,7 +111,7 @@ class WatchedProducts(TorchFunctionMode):
 
 @contextmanager
 def one_by_one(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Let transformers' modules of experts multiply with one expert after the other."""
+    """A context in which transformers' modules of experts multiply with one expert after the other."""
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     before = [(config, getattr(config, "_experts_implementation", None)) for config in configs.values()]
     try:
@@ -392,7 +392,7 @@ class InputStatistics:
         self.windows += len(share_sums.of.windows) if INPUTS in share_sums.of.takes else 0
 
     def share(self, owners: Mapping[str, str]) -> None:
-        """Weights that have another's inputs; one that has got inputs of its own since has those."""
+        """Note which weights have another's inputs; one that has got inputs of its own keeps these."""
         weights_with_sums = {name for name in self.shared if f"{name}.{INPUTS}" in self.sums}
         self.shared = {name: owner for name, owner in self.shared.items() if name not in weights_with_sums}
         self.shared |= owners
@@ -427,7 +427,7 @@ class InputStatistics:
         return None if is_input else self.sums.get(f"{name}.{LOOKUP}")
 
     def save(self, folder: Path, fingerprint: Mapping[str, str], digests: Mapping[str, str]) -> None:
-        """evidence.safetensors, with which `quantize --evidence` rounds; and statistics.safetensors, the rest.
+        """Write evidence.safetensors, with which quantizing rounds, and all other sums as statistics.safetensors.
 
         Parts are gone afterwards, file by file: disks need not hold them twice. Load what was saved to go on.
 
@@ -731,7 +731,7 @@ class _Passes:
         self._on_step(BACK)
 
     def _write_states(self, block: int, states: Sequence[TokenStates]) -> None:
-        """What a block got, to a file: of all blocks together it is far more than one block."""
+        """Write a block's inputs to a file: those of all blocks together are too large for memory."""
         if states:
             hidden = {str(at): _hidden(state) for at, state in enumerate(states)}
             self._states[block] = list(self._writer.write(self._scratch / f"states-{block}", hidden).values())
@@ -772,7 +772,7 @@ class _Passes:
         counts: bool = False,
         lookups: bool = False,
     ) -> Iterator[None]:
-        """Watch the layers of one block, or with None those outside of all blocks."""
+        """A context in which the layers of one block are watched; with None those outside of blocks."""
         inside = {id(module): at for at, block in enumerate(self._runner.blocks) for module in block.modules()}
         handles = []
         try:
@@ -870,7 +870,7 @@ class _Passes:
         return hook
 
     def _watch(self, output: Tensor, key: str, inputs: Tensor | None = None) -> None:
-        """In backward add up squares of an output's gradients, and those of `inputs`, weighted by their token's."""
+        """Add up, in backward, squares of an output's gradients, and of `inputs` weighted by their token's."""
 
         def hook(gradient: Tensor) -> None:
             if key.endswith(f".{BETWEEN}"):
@@ -963,7 +963,7 @@ def _hidden(states: TokenStates) -> Tensor:
 
 @contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Compute no gradients by weights within the block."""
+    """A context in which no gradients by weights are computed."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     try:
         for parameter in trainable:

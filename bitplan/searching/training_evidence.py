@@ -124,7 +124,7 @@ def read_speeds(path: str | Path, subject: SearchSubject, rows: int) -> dict[str
 
 
 def time_by_policy(evidence: SearchEvidence, subject: SearchSubject, speeds: Mapping[str, float], rows: int) -> None:
-    """Times of formats fp8_*; in training all others take BF16's time."""
+    """Put times into the evidence: by the policy's speeds for formats fp8_*, BF16's for all others."""
     for name, group in evidence.groups.items():
         reference = group.reference_us[rows]
         for fmt, cost in group.formats.items():

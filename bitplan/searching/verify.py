@@ -105,7 +105,7 @@ def verify_model(
 
 
 def _verify_plan(result: Verification, target: Path, certificate: Mapping[str, Any]) -> None:
-    """The plan is the one that was certified, and where a search found it, the one that its evidence gives."""
+    """Check that a plan is the certified one and, where a search found it, what its evidence gives."""
     beside = PLAN if result.has_weights else PLAN_NAME
     where = beside if target.is_dir() and "plan" not in certificate else target.name
     try:

@@ -354,7 +354,7 @@ class BlockStream:
         self._telemetry.flush()
 
     def _warn_of_lost_gradients(self, step: int) -> None:
-        """A loop without end_step trains nothing; a step that failed, or is done again, is dropped on purpose."""
+        """Warn if a step with gradients was never ended: such a loop trains nothing."""
         training = self.training
         if training is None or self._step is None or step <= self._step or self._end_was_called:
             return

@@ -113,7 +113,7 @@ class BlockTree:
         self._merged = self._look_at_merged()
 
     def check(self) -> bool:
-        """Refuse modules that the stream cannot follow; whether adapters were merged into weights, or taken out."""
+        """Whether adapters were merged into weights, or taken out; refuses modules that cannot be followed."""
         for module, children, parameters in self._seen:
             if module._modules != children or module._parameters.keys() != parameters:
                 self._refuse_replaced()

@@ -144,7 +144,7 @@ class RoutedExperts:
         self.memory = ExpertMemory(self._device, stacks, slots, options.expert_cache_bytes)
 
     def set(self, how: Experts, cache_bytes: int) -> None:
-        """Between steps: send experts "by use" or as "auto" decides from now on, with a cache of this size."""
+        """Send experts "by use", or as "auto" decides, from now on, with a cache of this size."""
         self._how = how
         self.memory.finish_copies()
         self.memory.forget()
@@ -283,7 +283,7 @@ class RoutedExperts:
 
     @contextmanager
     def _in_place(self, mixture: Mixture, weights: Mapping[str, Tensor]) -> Iterator[None]:
-        """Have the modules use these tensors within the block, and their own Parameters again after it."""
+        """A context in which the modules use these tensors, and after which their own Parameters again."""
         in_module: dict[str, Any] = mixture.module._parameters
         try:
             in_module.update(weights)
@@ -333,7 +333,7 @@ class RoutedExperts:
 
     @contextmanager
     def _noted(self, at: int) -> Iterator[None]:
-        """Remember an error that occurs within: it leaves slots whose contents are unknown."""
+        """A context that remembers an error within: slots are then left with unknown contents."""
         try:
             yield
         except BaseException as error:

@@ -207,7 +207,7 @@ class WeightLoader:
         return is_tight or fitting < present or fitting > present + 1 or present < fitting == count
 
     def ran_out(self) -> None:
-        """A step ran out of memory: leave it a quarter of what slots have, beside what it had."""
+        """Leave steps a quarter of the slots' memory more, since one ran out of memory."""
         if self._ring is not None:
             self.step_bytes = self._left_for_steps() + self._ring.nbytes // 4
 
@@ -274,7 +274,7 @@ class WeightLoader:
         return behind >= max(1, len(self._ring.slots) - 1)
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
-        """The host's bytes of these blocks (None: all) change: their copies on the device become invalid."""
+        """Have these blocks (None: all) loaded again, because their bytes on the host change."""
         self._unsettle()
         self._leave()
         if blocks is None or self._decoded in blocks:
@@ -337,7 +337,7 @@ class WeightLoader:
         return self._settled[block]
 
     def _settle(self) -> None:
-        """At the start of a step: note if all blocks lie on the device, so that steps need not load any."""
+        """Note, at the start of a step, whether all blocks lie on the device and none need be loaded."""
         ring = self._ring
         if self._settled is not None or self.training is not None or ring is None or ring.slots:
             return
@@ -459,7 +459,7 @@ class WeightLoader:
             self.recorder.waits.append((before, self.device.mark()))
 
     def _leave(self) -> None:
-        """No block is current from now on; a slot that it reads may be overwritten after this point."""
+        """Leave the current block: work queued later may overwrite the slot that it read."""
         if self._slot is not None:
             self._slot.free_after = self.device.mark()
         self._current = self._slot = None

@@ -142,7 +142,7 @@ def with_place(error: ValueError, x: Any, y: Any) -> ValueError:
 
 @contextmanager
 def naming_set(index: int) -> Iterator[None]:
-    """Errors about X and y are about those of the watched set at this place."""
+    """A context that puts the watched set's number in front of errors about X and y."""
     try:
         yield
     except TreesError as error:

@@ -126,7 +126,7 @@ def is_quantized(spec: TensorSpec) -> bool:
 
 
 def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | None = None) -> FolderSource:
-    """Refuse what is no model, an output that must not be written, and options of other targets."""
+    """Open a model for export with the plan for it; refuses what is no model, and outputs that may not be written."""
     if request.part_bytes is not None or request.pretokenizer is not None:
         options = {"part_bytes": request.part_bytes, "pretokenizer": request.pretokenizer}
         settings = dict.fromkeys(name for name, value in options.items() if value is not None)
@@ -169,7 +169,7 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
 
 
 def _refuse_names_of_a_part(file: TensorFile, config: Mapping[str, Any], source: Path) -> None:
-    """Engines find layers by their whole names; those of a base model alone would stay unpacked codes, unread."""
+    """Raise where tensors have a base model's names and the config a whole one's: engines find no layer so."""
     kinds = config.get("architectures") or []
     kind = str(kinds[0]) if isinstance(kinds, list) and kinds else ""
     inner = next((name for name in file.specs if _INNER.match(name)), None)

@@ -127,7 +127,7 @@ def write_parts(
     part_bytes: int | None,
     certificate: Mapping[str, Any] | None = None,
 ) -> Iterator[PartWriter]:
-    """One file, or parts of at most `part_bytes` bytes of tensors; the first part has metadata and certificate."""
+    """Yield a writer of one file, or of parts of at most `part_bytes`; the first part has metadata and certificate."""
     groups = _grouped(tensors, part_bytes)
     paths = _paths(output, len(groups), part_bytes)
     seals = {} if certificate is None else dict(zip(paths[1:], part_seals(len(paths)), strict=True))

@@ -280,7 +280,7 @@ def _check_config(path: Path, document: Mapping[str, Any], source: GptOssSource,
 
 @contextmanager
 def open_destination(dest: str | Path, to: Layout, *, force: bool, sources: Sequence[Path] = ()) -> Iterator[Path]:
-    """The path for the weights: `dest` itself, or a file in a folder that appears when the block ends without error."""
+    """Yield the path for the weights: `dest` itself, or a file in a folder that appears if the block succeeds."""
     path = Path(dest)
     if to not in LAYOUTS:
         raise StoreError(f"no layout {to!r}; there are {', '.join(LAYOUTS)}{did_you_mean(str(to), LAYOUTS)}")

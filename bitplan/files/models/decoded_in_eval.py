@@ -148,7 +148,7 @@ class MorphedRNN(Morphed):
         self.__dict__["_flat_weights"] = weights
 
     def flatten_parameters(self) -> None:
-        """Some models call this in every forward; in eval mode the Parameters are not used and need no flattening."""
+        """Do nothing in eval mode, where the Parameters are not used; some models call this in every forward."""
         if self.training or not _frames.stack:
             with self._moving():
                 super().flatten_parameters()  # type: ignore[misc]

@@ -206,7 +206,7 @@ def formats_of(model: nn.Module) -> dict[str, Format]:
 
 @contextmanager
 def observe_model(model: nn.Module) -> Iterator[dict[str, ActivationObserver]]:
-    """Record the inputs of weights: run representative batches inside, then give the result to `morph_model`.
+    """A context that records the inputs of weights: run batches inside, then give the result to `morph_model`.
 
     It records inputs of Linear, convolutions, attention's input projections and the first layer of recurrent layers; it
     cannot record those of an Embedding (indices), of a transposed convolution (rows) or inside a recurrence.
@@ -322,4 +322,4 @@ def _attach(model: nn.Module, slots: Mapping[tuple[int, str], MorphedParameter])
 
 
 def _no_shortcut(*_: object) -> None:
-    """A hook that does nothing: because of it a TransformerEncoderLayer calls its parts one by one."""
+    """Do nothing: a module with this hook calls its parts one by one (nn.TransformerEncoderLayer)."""

@@ -326,7 +326,7 @@ class WeightStore:
     # ---- changing the master -----------------------------------------------------------------------------------------
 
     def apply_gradients(self, gradient: Tensor, lr: float) -> None:
-        """master -= lr * gradient; every version is dropped."""
+        """Subtract lr * gradient from the master; every version is dropped."""
         self._check_shape("gradient", gradient)
         with self._update_lock, self._lock, torch.no_grad():
             master = self._need_master("apply gradients")
@@ -377,7 +377,7 @@ class WeightStore:
             _followers.setdefault(master, WeakSet()).add(self)
 
     def _replaced_by(self, parameter: nn.Parameter) -> None:
-        """The module has another Parameter now; one that cannot be the master is refused when it is needed."""
+        """Follow another Parameter, which the module has now; refused later if it cannot be the master."""
         try:
             self.follow(parameter)
         except StoreError as error:
@@ -493,7 +493,7 @@ class WeightStore:
         return state
 
     def _moved(self, before: Tensor, versions: Mapping[str, Encoded], master: Tensor) -> None:
-        """The module moved or cast its Parameter: versions stay valid if the numbers are the same, and move too."""
+        """Keep versions of a moved or cast Parameter if the numbers are the same, and move them too."""
         same = bool(versions) and not master.is_meta and torch.equal(before.to(master), master)
         with self._lock:
             self._set_master(master)
@@ -587,6 +587,6 @@ def _sample(master: Tensor) -> bytes:
 
 @contextmanager
 def _plain_tensors() -> Iterator[None]:
-    """Make tensors that may outlive the call: without autograd, and no inference tensors even within inference mode."""
+    """A context in which tensors are made that may outlive the call: no autograd, no inference tensors."""
     with torch.inference_mode(False), torch.no_grad():
         yield

@@ -231,7 +231,7 @@ class RankPeers(Peers):
 
 @contextmanager
 def join_ranks(count: int, parallel: Parallel, device: torch.device) -> Iterator[BenchRanks]:
-    """The groups of this process, inside a `with` block; a single process joins nothing."""
+    """A context that yields the groups of this process; a single process joins nothing."""
     if count == 1:
         yield BenchRanks(True, ParallelGroups(), Peers())
         return

@@ -226,7 +226,7 @@ def check_alike(description: dict[str, int], device: torch.device, group: Any = 
 
 @contextmanager
 def _named(step: str, group: Any) -> Iterator[None]:
-    """Turns an error of the transport into one that names the step and explains it."""
+    """A context that turns an error of the transport into one that names the step and explains it."""
     try:
         yield
     except RuntimeError as error:

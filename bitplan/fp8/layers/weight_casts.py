@@ -260,7 +260,7 @@ def cast_together(wanted: Iterable[Wanted]) -> None:
 
 
 def _forget(of: ref[_Together]) -> None:
-    """A weight is gone: give back the memory of the casts that were made together with its own."""
+    """Free, once a weight is gone, the memory of casts that were made together with its own."""
     together = of()
     for key in [key for key, other in _together.items() if other is together]:
         del _together[key]

@@ -219,7 +219,7 @@ class Policy:
         return next((rule for rule in self.rules if tuple(getattr(rule, key) for key in keys) == asked), None)
 
     def require_same_gpu(self, current: Fingerprint) -> list[str]:
-        """Refuse a policy of another GPU; returns other differences in words, for a warning."""
+        """Differences from the machine here, in words; a policy of another GPU is refused."""
         if self.fingerprint is None:
             return ["version 1 does not say on which GPU it was measured"]
         differences = self.fingerprint.differences(current)

@@ -423,7 +423,7 @@ def _check_room(where: str, needed: int, device: torch.device) -> None:
 
 
 def _refuse_bad_numbers(file: TensorFile) -> None:
-    """The check of `bitplan verify`; its error names the first finding and counts the others."""
+    """Raise what `bitplan verify` finds in the file's numbers: the first finding, and how many more."""
     findings = deep_check(file.rules, file.stored) if isinstance(file, GptOssTensors) else deep_check(None, file)
     if findings:
         first = findings[0]

@@ -145,7 +145,7 @@ def _parameters_or_type(model: nn.Module, recurse: bool = True) -> Iterator[Tens
 
 
 def _resize_token_embeddings(model: Any, new_num_tokens: int | None = None, *args: Any, **options: Any) -> Any:
-    """Refuse before transformers has resized either embedding: rows cannot be added to packed tables."""
+    """Raise: rows cannot be added to packed tables. In place of transformers' own method."""
     layers = (model.get_input_embeddings(), model.get_output_embeddings())
     packed = [layer for layer in layers if isinstance(getattr(layer, "weight", None), PackedWeight)]
     if not packed:
@@ -168,7 +168,7 @@ def _tied_plain_weights(model: Any, *args: Any, **options: Any) -> dict[str, str
 
 
 def _save_pretrained(model: nn.Module, save_directory: str | Path, **options: Any) -> None:
-    """A model that is packed is saved by save_packed; the folder may exist, as for transformers' own."""
+    """Save a packed model by `save_packed`, in place of transformers' method; the folder may exist."""
     unknown = sorted(set(options) - {"safe_serialization", "max_shard_size"})
     if unknown or not isinstance(options.get("max_shard_size", 0), int):
         raise StoreError(

@@ -188,7 +188,7 @@ class TokenSteps:
         self._calls: dict[tuple[str, ...], tuple[Bound, int]] = {}
 
     def _grow(self, filled: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Room for more tokens; keys and values [layers, 2, heads, tokens, width] and angles of all positions."""
+        """Allocate more tokens' keys, values [layers, 2, heads, tokens, width] and angles, with what is there."""
         room = self.length + ROOM
         cache = torch.empty(len(filled), 2, self._heads, room, self._width)
         for layer, pair in enumerate(filled):

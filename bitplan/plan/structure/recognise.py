@@ -198,7 +198,7 @@ class Products:
                 return
 
     def _joined_attention(self, step: Step) -> None:
-        """torch's own attention: its projections in and out are arguments of one function.
+        """Add the projections of torch's own attention, whose weights are arguments of one function.
 
         They have keys below zero here, since the step is theirs together; what the last one reads is never seen, so
         its source is a number that no value has.

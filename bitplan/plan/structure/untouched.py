@@ -53,7 +53,7 @@ def is_class_patched(kind: type) -> bool:
 
 @contextlib.contextmanager
 def calls_through(call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """Modules called in this thread go through `call`, without their hooks; those of other threads as ever."""
+    """A context in which modules called in this thread go through `call`, without their hooks."""
     ours, usual = threading.get_ident(), nn.Module.__call__
 
     def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -112,7 +112,7 @@ def copied_inputs(inputs: Inputs) -> Inputs:
 
 @contextlib.contextmanager
 def restored(model: nn.Module) -> Iterator[None]:
-    """Put back what a forward writes into its modules: attributes, and the items of their dicts, lists and sets."""
+    """A context after which modules have again what a forward changed: attributes, items of dicts, lists, sets."""
     saved: list[tuple[dict[str, Any], dict[str, Any], list[tuple[Any, Any]]]] = []
     for module in model.modules():
         holds = [(value, value.copy()) for value in module.__dict__.values() if type(value) in (dict, list, set)]

@@ -295,7 +295,7 @@ def call_model(model: nn.Module, batch: Any) -> Any:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Run a model in eval mode, under no_grad; afterwards modes and random number generators are as before."""
+    """A context with a model in eval mode, under no_grad; modes and random generators come back after it."""
     modes = [(module, module.training) for module in model.modules()]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:

@@ -618,7 +618,7 @@ class RunController(Closing):
 
     @contextmanager
     def _no_trace(self) -> Iterator[None]:
-        """Put gradients, buffers and random numbers back."""
+        """A context after which gradients, buffers and random numbers are as before."""
         kept = [(one, one.grad) for one in self.stream.model.parameters()]
         buffers = [(one, one.detach().clone()) for one in self.stream.model.buffers()]
         devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -731,7 +731,7 @@ class RunController(Closing):
             self._log.write_lines({"number": state.records, "resumed_after": state.last_step})
 
     def save(self, path: str | Path) -> None:
-        """The state in a file, whole or not at all; save the stream and the optimizer with it."""
+        """Write the state into a file, whole or not at all; save the stream and the optimizer with it."""
         write_json(path, self.state_dict())
 
     def load(self, path: str | Path) -> None:

@@ -88,7 +88,7 @@ class GradientMemory:
     """Host memory for the gradients of one stream."""
 
     def __init__(self, device: StreamDevice, specs: Mapping[str, Mapping[str, ParameterSpec]], *, pinned: bool) -> None:
-        """pinned: the device writes into the gradients themselves; else into one pinned buffer, then copied to them."""
+        """Allocate; `pinned`: the device writes into gradients, else into one pinned buffer."""
         self.device, self.specs, self.pinned = device, specs, pinned
         self._tensors: dict[Key, Tensor] = {}
         self._wide: dict[Key, Tensor] = {}
@@ -435,7 +435,7 @@ class HostTraining:
         }
 
     def limit_gradients(self, in_flight: int | None) -> None:
-        """How many gradients may be on their way to the host before backward waits; None: GRADIENTS_WAITING."""
+        """Set how many gradients may be on their way to the host before backward waits; None: the default."""
         self._gradients.max_unfinished = min(in_flight or GRADIENTS_WAITING, GRADIENTS_WAITING)
         self._bundle_bytes = BUNDLE_BYTES if in_flight is None else 0
 
@@ -550,7 +550,7 @@ class HostTraining:
         return not early.missing
 
     def _step_ready(self, update: _Update) -> None:
-        """On the optimizer's thread: step weights of the first block, in forward order, that has gradients."""
+        """Step, on the optimizer's thread, weights of the first block in forward order with gradients."""
         gradients = update.gradients
         if update.is_ending or self.failure is not None or gradients.failure is not None:
             return
@@ -583,7 +583,7 @@ class HostTraining:
             )
 
     def _note_torn(self, update: _Update, failure: Exception | None) -> None:
-        """After a step that broke off: whether the masters are of two steps."""
+        """Note, after a step that broke off, whether the masters are of two steps."""
         self.unencoded.update(update.begun - set(update.encoded))
         if update.begun and len(update.stepped) < len(self._weights):
             self.torn = (
@@ -592,7 +592,7 @@ class HostTraining:
             )
 
     def _add(self, bundle: GradientBundle, gradients: StepGradients, after: Mark, what: str) -> None:
-        """On the gradient thread: copy gradients to the host and add them up; first ones in one turn of the bus."""
+        """Copy gradients to the host, on their thread, and add them up; first ones in one turn of the bus."""
         try:
             if gradients.overflowed is not None:
                 raise StreamError(f"{what}: it came after unscale_gradients; call that after the step's last backward")

@@ -138,7 +138,7 @@ class Lion(torch.optim.Optimizer):
     def __init__(
         self, params: Any, lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
     ) -> None:
-        """betas: shares of the mean in the step, and in the mean that is kept."""
+        """Make the optimizer; `betas` are shares of the mean in the step, and in the mean that is kept."""
         checked = AdamWSettings(lr=lr, betas=betas, weight_decay=weight_decay)  # the same numbers are allowed
         super().__init__(params, {"lr": checked.lr, "betas": checked.betas, "weight_decay": checked.weight_decay})
 

@@ -92,7 +92,7 @@ class ActivationOffload:
         room: Callable[[], int | None],
         timeout_s: float,
     ) -> None:
-        """count: blocks; room: how many more copies to the device may be started now, None for any number."""
+        """Prepare for `count` blocks; `room` says how many more copies to the device may start now."""
         self._device, self._count, self._where = device, count, where
         self._room, self._timeout_s = room, timeout_s
         self.serial = 0
@@ -273,7 +273,7 @@ class ActivationOffload:
     # ---- memory ------------------------------------------------------------------------------------------------------
 
     def _resize(self, nbytes: int) -> None:
-        """Buffers of the device for inputs of up to this size; the old ones go when their copies are done."""
+        """Allocate device buffers for inputs of up to this size; old ones are freed after their copies."""
         for landing in [*self._outgoing, *self._landings]:
             if landing.transfer is not None and landing.transfer.copied is not None:
                 self._device.wait(landing.transfer.copied)
@@ -323,7 +323,7 @@ def _with_input(args: Args, kwargs: Kwargs, key: int | str, value: Any) -> tuple
 
 
 def _refuse_other_checkpointing(what: str) -> None:
-    """Non-reentrant checkpointing is detected by its hooks, reentrant by a block that is computed within backward."""
+    """Raise where other code checkpoints the block too: by its hooks, or a forward within backward."""
     hooks = outer_hooks()
     is_checkpointed = hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
     if is_checkpointed or torch._C._current_graph_task_id() != -1:

@@ -313,7 +313,7 @@ class CudaDevice(StreamDevice):
         return self._record(torch.cuda.current_stream(self.torch_device))
 
     def claim(self, slot: Tensor) -> None:
-        """Nothing to do: the copy stream waits for the mark after which the slot is free."""
+        """Do nothing: the copy stream waits for the mark after which the slot is free."""
 
     def _copy(
         self, direction: Direction, queue: Queue, target: Tensor, source: Tensor, after: tuple[Mark, ...]

@@ -126,7 +126,7 @@ class ExpertMemory:
             self._current = None
 
     def forget(self, stack: int | None = None) -> None:
-        """Experts of this stack (None: of all) must be copied again: their bytes changed, or a step broke off."""
+        """Have experts of this stack (None: of all) copied again: bytes changed, or a step broke off."""
         self.leave()
         for slot in self.slots:
             if stack is None or slot.stack == stack:

@@ -147,7 +147,7 @@ class SlotRing:
         scratch_bytes: int,
         decoded: Mapping[int, int] | None = None,
     ) -> None:
-        """resident: bytes of each block that gets a slot of its own; decoded: of its own scratch, if it gets one."""
+        """Allocate slots; `resident`: bytes of blocks with slots of their own, `decoded`: of their scratch."""
         self.device, self.slot_bytes = device, slot_bytes
         self.scratch_bytes, self.resident_bytes = scratch_bytes, dict(resident)
         self._buffers: list[Tensor] = []
@@ -218,7 +218,7 @@ class SlotRing:
         return None if slot is None or slot.block is None else (slot.block, False)
 
     def forget(self, blocks: Collection[int] | None = None) -> None:
-        """Blocks (None: all) must be loaded again: the host's bytes changed, or a step was interrupted."""
+        """Have blocks (None: all) loaded again: the host's bytes changed, or a step was interrupted."""
         for slot in [*self.slots, *self.resident.values()]:
             if blocks is None or slot.block in blocks:
                 slot.hold(None, None)
@@ -229,7 +229,7 @@ class SlotRing:
         return self.scratch if slot is None or slot.scratch is None else slot.scratch
 
     def drop_scratch(self, block: int) -> None:
-        """A resident block is decoded into the common scratch from now on."""
+        """Decode a resident block into the common scratch from now on."""
         slot = self.resident[block]
         if slot.scratch is not None:
             self._drop(slot.scratch)

@@ -188,7 +188,7 @@ class CudaTreeGrower(TreeGrower):
         self._numbers_there.copy_(torch.tensor([*self._scales, *rest], dtype=torch.float64))
 
     def _enter(self, gradients: Gradients | CudaGradients, rows: Array | range) -> None:
-        """All rows into the first side of the entries."""
+        """Write entries of all rows into the first side of the entries."""
         if isinstance(gradients, CudaGradients):
             gradients.enter(self._sides, rows)
             return
@@ -252,7 +252,7 @@ class CudaTreeGrower(TreeGrower):
         return np.where(small[:, None] < 0, -1, np.column_stack([small, 2 * first + 1 - small]))
 
     def _note_sets(self, children: Array) -> None:
-        """The last wave's sets of categories, into the tables."""
+        """Copy the last wave's sets of categories into the tree's tables."""
         growth, sets = self._growth, self._found_sets
         if sets is None or not self._has_categories:
             return
@@ -273,7 +273,7 @@ class CudaTreeGrower(TreeGrower):
             torch.cuda.current_stream(self._device).synchronize()
 
     def _find_splits(self, torch_judge: TorchJudge, bounds: Array) -> None:
-        """What the kernels do not judge, from the histograms: into the result, and sets of categories to the host."""
+        """Find splits that the kernels do not judge, from histograms; categories' sets go to the host."""
         table = self._host_table.numpy()[:-1]
         small, large = table[:, waves.SMALL_SLOT], table[:, waves.LARGE_SLOT]
         small_rows = np.flatnonzero(small >= 0)
@@ -356,7 +356,7 @@ class CudaTreeGrower(TreeGrower):
         return {"PARTS": self._most_parts, "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
 
     def _collect(self, rows: int) -> None:
-        """Rows of all leaves to the host, in runs that rise."""
+        """Copy the row numbers of all leaves to the host, in rising runs."""
         self.launch_on_leaves(collect_rows)
         ends = torch.from_numpy(self._growth.runs()[0]).to(self._device)
         run = torch.bucketize(torch.arange(rows, device=self._device), ends, right=True)

@@ -74,7 +74,7 @@ class CudaScores:
         self._tops = np.zeros((outputs, 2))
 
     def find_gradients(self) -> None:
-        """Gradients of all outputs, and their largest; refuses what has no scale, as on the CPU."""
+        """Compute gradients of all outputs, and their largest; refuses what has no scale, as the CPU does."""
         self._summary[: self._doubtful_at + 1] = 0
         self._launch()
         doubtful, tops = self._look()

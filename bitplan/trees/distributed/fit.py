@@ -97,7 +97,7 @@ def fit_by_ranks(
 
 
 def _check_same_model(model: BoostedTreesClassifier | BoostedTreesRegressor, ranks: Ranks) -> None:
-    """Processors or libraries that compute exp differently would show here, and nowhere else."""
+    """Raise if processes grew different trees, as processors do that compute exp differently."""
     prints = gather_json(_fingerprint(model), "comparison of models", ranks)
     ranks.sent_for("comparison")
     others = [rank for rank, one in enumerate(prints) if one != prints[0]]
