@@ -231,8 +231,9 @@ def check_importance(fmt: Format, importance: Tensor, rule: ScaleRule, shape: tu
     if importance.numel() not in fitting:
         counts = " or ".join(map(str, fitting))
         raise FormatError(f"{name}: `importance` needs one weight per column ({counts}), got {importance.numel()}")
-    if not bool((importance >= 0).all()) or not bool(importance.isfinite().all()):
-        raise FormatError(f"{name}: `importance` must be finite, not below 0, got {importance.min():g}")
+    wrong = importance[~((importance >= 0) & importance.isfinite())]
+    if len(wrong):
+        raise FormatError(f"{name}: `importance` must be finite and not below zero, got {wrong[0]:g}")
 
 
 def check_magnitude(fmt: Format, matrix: Tensor, name: str) -> None:
