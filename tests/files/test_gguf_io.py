@@ -278,7 +278,7 @@ MALFORMED = {
     "key twice": (build([key("k", V.UINT8, b"1")] * 2), "metadata key 'k' appears twice"),
     "value type": (build([key("k", 13, b"1")]), "metadata 'k' has type 13, known are 0 to 12"),
     "value cut": (build([key("k", V.UINT64, b"")])[:37], "metadata 'k' at byte 37 needs 8 bytes, 0 are left"),
-    "bool of 2": (build([key("k", V.BOOL, b"\2")]), "metadata 'k' is a bool with a byte other than 0 and 1"),
+    "bool of 2": (build([key("k", V.BOOL, b"\2")]), "metadata 'k' is a bool, but no byte 0 or 1"),
     "string length": (build([key("k", V.STRING, struct.pack("<Q", 2**40))]), "metadata 'k' has 1099511627776 bytes"),
     "string past the end": (
         build([key("k", V.STRING, struct.pack("<Q", 99))]),
@@ -287,7 +287,7 @@ MALFORMED = {
     "string not UTF-8": (build([key("k", V.STRING, string(b"\xc3"))]), "metadata 'k' before byte .* is not UTF-8"),
     "array type": (build([key("k", V.ARRAY, array(99, 0))]), "metadata 'k' has type 99"),
     "array count": (build([key("k", V.ARRAY, array(V.STRING, 2**61))]), "2305843009213693952 items of metadata 'k'"),
-    "array of bools": (build([key("k", V.ARRAY, array(V.BOOL, 2, b"\1\3"))]), "is a bool with a byte other than 0"),
+    "array of bools": (build([key("k", V.ARRAY, array(V.BOOL, 2, b"\1\3"))]), "is a bool, but no byte 0"),
     "array nesting": (build([key("k", V.ARRAY, nest(4))]), "metadata 'k' nests arrays more than 4 deep"),
     "array nesting without end": (build([key("k", V.ARRAY, nest(9999))]), "nests arrays more than 4 deep"),
     "alignment 0": (build([key("general.alignment", V.UINT32, bytes(4))]), "must be a UINT32 power of two .* UINT32 0"),

@@ -362,7 +362,7 @@ def test_what_is_no_number_of_tokens_is_refused(text):
 
 def test_what_cannot_be_fitted_is_refused_before_work():
     small = {"goal": {"memory": 10**7, "context": 64}, "formats": FORMATS}
-    with pytest.raises(SearchError, match="models of transformers alone"):
+    with pytest.raises(SearchError, match="give a model of transformers"):
         bitplan.fit(torch.nn.Sequential(torch.nn.Embedding(96, 64), torch.nn.Linear(64, 96)), tokens(), **small)
     with pytest.raises(GoalError, match="above 0"):
         bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(0, 64))
