@@ -128,7 +128,10 @@ def test_two_memories_are_answered_from_evidence_with_the_time_of_a_token(shown,
         (["--memory", "24GBs"], "expected a size such as 6GB"),
         (["--context", "many"], "such as 8192 or 32k"),
         (["--context", "4k"], "the model fits as it is"),
-        (["--context", "64k", "--for", "llama.cpp", "--formats", "q4_0_gguf"], "texts of 32,768 tokens or fewer, got a context of 65,536"),
+        (
+            ["--context", "64k", "--for", "llama.cpp", "--formats", "q4_0_gguf"],
+            "texts of 32,768 tokens or fewer, got a context of 65,536",
+        ),
         (["--output", "nowhere", "--plan-only"], "no evidence.json"),
     ],
 )
