@@ -54,9 +54,9 @@ def test_auto_on_a_cpu_reads_packed_bytes(name: str, monkeypatch: pytest.MonkeyP
 
 
 def test_auto_on_a_cpu_decodes_formats_without_a_kernel() -> None:
-    result = QuantLinear(packed("fp4_u8_g128"))
+    result = QuantLinear(packed("int4_g64"))
     assert result.explain(1).strategy == "decode"
-    assert "no fp4_u8_g128" in result.explain(1).reason
+    assert "no int4_g64" in result.explain(1).reason
     result.cache = TileCache(48 * 256 * 4)
     assert result.explain(1).strategy == "tile_cache"
     result.cache = TileCache(48 * 256 * 4 - 1)
@@ -66,7 +66,7 @@ def test_auto_on_a_cpu_decodes_formats_without_a_kernel() -> None:
 
 def test_auto_fills_the_cache_and_leaves_those_that_came_first_in_it() -> None:
     cache = TileCache(48 * 256 * 4)
-    first, second = (QuantLinear(packed("fp4_u8_g128", seed=seed), cache=cache) for seed in (0, 1))
+    first, second = (QuantLinear(packed("int4_g64", seed=seed), cache=cache) for seed in (0, 1))
     x = normal(2, 256)
     for _ in range(3):
         first(x)
@@ -97,7 +97,7 @@ def test_a_pick_is_made_once_for_each_power_of_two(monkeypatch: pytest.MonkeyPat
 
 
 def test_explaining_a_strategy_asked_for_says_so_or_why_not() -> None:
-    result = QuantLinear(packed("fp4_u8_g128"), strategy="eager")
+    result = QuantLinear(packed("int4_g64"), strategy="eager")
     assert result.explain(4) == Pick("eager", "asked for")
     result.strategy = "fused"
     with pytest.raises(LayerError, match="cannot run"):

@@ -380,8 +380,8 @@ def test_inputs_that_do_not_fit_are_refused(x: Tensor, said: str) -> None:
 
 
 def test_a_strategy_that_cannot_run_is_an_error_and_not_another_strategy() -> None:
-    result = layer("fp4_u8_g128", "fused")
-    with pytest.raises(LayerError, match=r"'fused' cannot run for fp4_u8_g128 .* set strategy='auto'"):
+    result = layer("int4_g64", "fused")
+    with pytest.raises(LayerError, match=r"'fused' cannot run for int4_g64 .* set strategy='auto'"):
         result(normal(2, 256))
     result.strategy = "tile_cache"
     with pytest.raises(LayerError, match=r"needs a cache with a budget.*TileCache\(budget_bytes\)"):

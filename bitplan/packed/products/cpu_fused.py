@@ -37,11 +37,12 @@ from bitplan.formats.elements import E2M1_MAGNITUDES
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.packed.products import cpu_matmul
 
-NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4")
+NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "mxfp4_gguf", "nvfp4", "fp4_u8_g128")
+HALVES = ("q4_0_gguf", "mxfp4_gguf")  # low nibbles are the first half of a block
 BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
 BLOCKS = tuple(LAYOUTS)  # of GGUF, read as they lie
 FORMATS = NIBBLES + BYTES + BLOCKS
-OF_INTEGERS = ("q4_0_gguf", "q8_0_gguf", "int4_g32", "int8_row", "int8_g128", "mxfp4", *BLOCKS)
+OF_INTEGERS = tuple(name for name in FORMATS if name not in ("nvfp4", "fp8_e4m3_row"))
 INTEGER_INPUTS = ("q8_0_gguf", "int8_row")
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
@@ -201,8 +202,9 @@ class IntegersOnCpu(RoundedFirst):
     def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
         if self.why_no_integers(weight) is not None or weight.fmt.name in BLOCKS:
             return super().prepare(weight)
-        # Codes of E2M1 are doubled, to be whole numbers.
-        return (torch.tensor([0.5 if weight.fmt.name == "mxfp4" else 1.0]),)
+        # Codes of E2M1 are doubled, to be whole numbers; mxfp4_gguf's scales are halved.
+        factor = torch.tensor([0.5 if weight.fmt.name in ("mxfp4", "fp4_u8_g128") else 1.0])
+        return (factor if weight.base is None else factor * weight.base.reshape(()),)
 
     def run(self, x_MK: Tensor, *product: Any) -> Tensor:
         weight, prepared, bias, _launch = product
@@ -353,8 +355,9 @@ def _on_x86() -> bool:
 def _constants(weight: Encoded) -> Tensor:
     from bitplan.packed.products.cpu_rows import LOOKS_UP
 
-    e2m1 = weight.fmt.name in ("mxfp4", "nvfp4")
-    numbers = [*E2M1_MAGNITUDES, *(-magnitude for magnitude in E2M1_MAGNITUDES)] if e2m1 else list(range(-8, 8))
+    e2m1, is_doubled = weight.fmt.name in ("mxfp4", "nvfp4", "fp4_u8_g128"), weight.fmt.name == "mxfp4_gguf"
+    magnitudes = [magnitude * (1 + is_doubled) for magnitude in E2M1_MAGNITUDES]
+    numbers = [*magnitudes, *(-one for one in magnitudes)] if e2m1 or is_doubled else list(range(-8, 8))
     factor = 0.5 if e2m1 and not LOOKS_UP else 1.0
     if weight.fmt.name in ("nvfp4", "fp8_e4m3_row"):
         factor *= _E8_OF_E4M3
@@ -473,7 +476,7 @@ def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | N
     from bitplan.packed.products import cpu_rows as panels
 
     (rows, width), name, most = weight.shape, weight.fmt.name, min(inputs, MOST_IN_PANELS)
-    unit, order, decoder_of = fields.STEP, "halves" if name == "q4_0_gguf" else "pairs", fields.decoder_of
+    unit, order, decoder_of = fields.STEP, "halves" if name in HALVES else "pairs", fields.decoder_of
     count = weight.fmt.padded_cols(width)
     if name in BYTES:
         unit, order = fields.LANES, "bytes"

@@ -108,8 +108,10 @@ from bitplan.packed.products.cpu_rows import (
     field,
     float16_scales,
     four_rows,
+    half_e8m0_scales,
     row_of,
     transpose_tile,
+    uint8_scales_of_128,
     write_4x1,
 )
 
@@ -791,6 +793,17 @@ def _one_e8m0(address, block):
 
 
 @inlined
+def _one_half_e8m0(address, block):
+    e = U32(read(address + block, U8))
+    return as_float(max(U32((max(e, U32(1)) - U32(1)) << U32(23)), U32(0x400000) if e else U32(0x200000)))
+
+
+@inlined
+def _one_uint8_of_128(address, block):
+    return F32(read(address + block // 4, U8))
+
+
+@inlined
 def _one_of_row(address, block):  # noqa: ARG001
     return read(address, F32)
 
@@ -836,6 +849,22 @@ def _mxfp4_panels(job):
     panel_rows(job, _open_e2m1, _one_e8m0, 4, _tiles_of_e2m1)
 
 
+def _mxfp4_gguf(job):
+    nibble_rows(job, _low_e2m1, _high_e2m1, _dot_e2m1, half_e8m0_scales, E2M1, _as_they_lie)
+
+
+def _mxfp4_gguf_panels(job):
+    panel_rows(job, _open_e2m1, _one_half_e8m0, 4, _tiles_of_e2m1)
+
+
+def _fp4_u8_g128(job):
+    nibble_rows(job, _low_e2m1, _high_e2m1, _dot_e2m1, uint8_scales_of_128, E2M1, _evens_first)
+
+
+def _fp4_u8_g128_panels(job):
+    panel_rows(job, _open_e2m1, _one_uint8_of_128, 4, _tiles_of_e2m1)
+
+
 def _q8_0_gguf(job):
     byte_rows(job, _opened_bytes, _dot_bytes, _float16_of_bytes, BYTES)
 
@@ -872,6 +901,10 @@ def _quads_for_e2m1(job):
     quads(job, E2M1, _evens_first, False, 1)
 
 
+def _quads_for_e2m1_in_halves(job):
+    quads(job, E2M1, _as_they_lie, False, 1)
+
+
 def _quads_for_bytes(job):
     quads(job, BYTES, _as_they_lie, False, 1)
 
@@ -896,6 +929,8 @@ _FUNCTIONS = {
     "q4_0_gguf": (_q4_0_gguf, _quads_in_halves, _q4_0_gguf_panels),
     "int4_g32": (_int4_g32, _quads_in_pairs, _int4_g32_panels),
     "mxfp4": (_mxfp4, _quads_for_e2m1, _mxfp4_panels),
+    "mxfp4_gguf": (_mxfp4_gguf, _quads_for_e2m1_in_halves, _mxfp4_gguf_panels),
+    "fp4_u8_g128": (_fp4_u8_g128, _quads_for_e2m1, _fp4_u8_g128_panels),
     "q8_0_gguf": (_q8_0_gguf, _quads_for_bytes, _q8_0_gguf_panels),
     "int8_row": (_int8_row, _quads_for_bytes, _int8_row_panels),
     "int8_g128": (_int8_g128, _quads_for_bytes, _int8_g128_panels),

@@ -833,6 +833,19 @@ def e8m0_scales(address, block):
 
 
 @inlined
+def half_e8m0_scales(address, block):
+    """2^(e - 128), for codes that are doubled: 2^(e - 127) of byte 255, which is a number to ggml, is no float32."""
+    e = widen(load_from(address + block, U8, QUARTER_LANES), U32)
+    least = (greater(e, 0) & 0x200000) + 0x200000  # 2^-128 and 2^-127, which are subnormal
+    return repeat_each(view(maximum((maximum(e, 1) - 1) << 23, least), F32), 4)
+
+
+@inlined
+def uint8_scales_of_128(address, block):
+    return repeat_each(to_float(widen(load_from(address + block // 4, U8, 1), I32), F32), LANES)
+
+
+@inlined
 def _e4m3(address, block):
     """For blocks of 16; gives 2^-8 times the scale: E4M3's bits read as a float16. 0x7F is NaN."""
     return repeat_each(_e4m3_numbers(load_from(address + block, U8, HALF_LANES)), 2)
@@ -895,6 +908,22 @@ def _mxfp4_decoded(job):
     decoded_nibbles(job, e2m1_opened, low, high, e8m0_scales, 16)
 
 
+def _mxfp4_gguf(job):
+    nibble_products(job, e2m1_opened, low, high, half_e8m0_scales, 16, True)
+
+
+def _mxfp4_gguf_decoded(job):
+    decoded_nibbles(job, e2m1_opened, low, high, half_e8m0_scales, 16)
+
+
+def _fp4_u8_g128(job):
+    nibble_products(job, e2m1_opened, low, high, uint8_scales_of_128, 16, False)
+
+
+def _fp4_u8_g128_decoded(job):
+    decoded_nibbles(job, e2m1_opened, low, high, uint8_scales_of_128, 16)
+
+
 def _nvfp4(job):
     nibble_products(job, e2m1_opened, low, high, _e4m3, 8, False)
 
@@ -939,6 +968,8 @@ _FUNCTIONS = {
     "int4_g32": (_int4_g32, _int4_g32_decoded),
     "q4_0_gguf": (_q4_0_gguf, _q4_0_gguf_decoded),
     "mxfp4": (_mxfp4, _mxfp4_decoded),
+    "mxfp4_gguf": (_mxfp4_gguf, _mxfp4_gguf_decoded),
+    "fp4_u8_g128": (_fp4_u8_g128, _fp4_u8_g128_decoded),
     "nvfp4": (_nvfp4, _nvfp4_decoded),
     "int8_row": (_int8_row, _int8_row_decoded),
     "int8_g128": (_int8_g128, _int8_g128_decoded),

@@ -119,13 +119,15 @@ def test_rows_of_any_length(name: str) -> None:
 
 def test_every_code_and_extreme_scales_are_decoded_as_the_definition_says() -> None:
     """One input number is 1, all others 0: the product is the decoded weight itself."""
-    for name in ("int4_g32", "q4_0_gguf", "mxfp4", "nvfp4"):
+    for name in ("int4_g32", "q4_0_gguf", "mxfp4", "mxfp4_gguf", "nvfp4", "fp4_u8_g128"):
         weight = encode(normal(16, 128), name)
         data = torch.arange(256, dtype=torch.uint8).repeat(4).reshape(16, 64)
         scales = weight.scales
         assert scales is not None
         if name == "mxfp4":
             scales = torch.tensor([1, 2, 127, 250], dtype=torch.uint8).expand(16, 4).contiguous()
+        if name == "mxfp4_gguf":
+            scales = torch.tensor([0, 1, 2, 252], dtype=torch.uint8).expand(16, 4).contiguous()
         codes = Encoded(weight.fmt, weight.shape, data.reshape(weight.data.shape), scales, weight.base)
         expected = decode(codes).T
         torch.testing.assert_close(run(torch.eye(128), codes), expected, rtol=2.0**-22, atol=0)
@@ -133,6 +135,13 @@ def test_every_code_and_extreme_scales_are_decoded_as_the_definition_says() -> N
     fp8 = every[(every & 127) != 127].view(torch.float8_e4m3fn).reshape(1, 254)
     weight = Encoded(get_format("fp8_e4m3_row"), (1, 254), fp8, torch.ones(1, 1))
     assert torch.equal(run(torch.eye(254), weight), decode(weight).T)
+
+
+def test_the_largest_scale_of_gguf_s_mxfp4_is_a_number() -> None:
+    halves = torch.full((24, 64), 0x11, dtype=torch.uint8)
+    weight = Encoded(get_format("mxfp4_gguf"), (24, 128), halves, torch.full((24, 4), 255, dtype=torch.uint8))
+    for rows in (1, 32):
+        assert torch.equal(run(torch.eye(128)[:rows], weight), torch.full((rows, 24), 2.0**127))
 
 
 def any_blocks(name: str) -> Encoded:
