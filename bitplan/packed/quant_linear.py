@@ -379,7 +379,11 @@ class QuantLinear(nn.Module):
             stream = torch.cuda.current_stream(device).cuda_stream
             first = self.weight.derived("first stream", lambda: stream, keep=keep)
             stream_key = stream_key if stream == first or not keep else ("fused", self._inputs, stream)
-        return self.weight.derived(stream_key, lambda: fused.prepare(self.weight.encoded), keep=keep)
+        return self.weight.derived(stream_key, lambda: self._prepare(fused), keep=keep)
+
+    def _prepare(self, fused: FusedMatmul) -> Prepared:
+        """Prepare the weight for a fused product; a joined layer joins what its parts have prepared."""
+        return fused.prepare(self.weight.encoded)
 
     def _bind(self, x: Tensor, prepared: Prepared, picked: Pick) -> None:
         """Keep the bound call for later inputs of this shape, or of about as many rows."""

@@ -384,7 +384,7 @@ def test_frozen_weights_stored_in_fp8_before_an_error_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("model.safetensors", None), "a torch.nn.Module, got a str"),
+        (("model.safetensors", None), "a loaded torch.nn.Module, got a str; load it first"),
         ((nn.Linear(2, 2), 3), "the path of its file, or None, got a int"),
     ],
 )

@@ -11,6 +11,7 @@ import torch
 
 from bitplan.base.logs import JsonLog
 from bitplan.searching import forecast
+from bitplan.searching.goal import no_stage
 from bitplan.searching.statistics import steps_of
 
 # Seconds and steps of phases in the order in which they came, on two cores: an instruct model of 134.5 million weights
@@ -118,7 +119,7 @@ def test_the_whole_time_is_told_from_the_first_steps_on(model, windows, context,
 def test_steps_are_logged_once_a_second_and_the_last_of_a_phase_always(tmp_path, monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(forecast.time, "perf_counter", lambda: clock.now)
-    searched = forecast.PhaseClock(forecast.no_stage)
+    searched = forecast.PhaseClock(no_stage)
     with JsonLog(tmp_path / "log", b'{"phase"', noun="log") as searched.log, searched("proving", 6) as advance:
         for seconds in (0.0, 0.5, 0.6, 0.1, 0.1, 0.1):
             clock.now += seconds
