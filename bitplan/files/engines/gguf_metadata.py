@@ -99,7 +99,7 @@ class ModelConfig:
                 if type(value) is not int or not 0 < value < 2**31:
                     raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {show(value)}")
                 return value
-        raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs; mend the config")
+        raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs; copy the original's config.json")
 
     @property
     def layers(self) -> int:
