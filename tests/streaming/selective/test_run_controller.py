@@ -281,7 +281,10 @@ def load_into(run: Run, control: RunController, folder: Path) -> None:
 
 
 # Ways are timed for three steps, of which the first does not count: states without a time, and with that of one step.
-@pytest.mark.parametrize(("at", "is_known"), [(4, False), (5, True), (7, False)])
+@pytest.mark.parametrize(
+    ("at", "is_known"),
+    [pytest.param(4, False, marks=pytest.mark.long), (5, True), pytest.param(7, False, marks=pytest.mark.long)],
+)
 def test_a_run_resumed_while_it_times_its_options_repeats_its_losses(tmp_path, at, is_known):
     clock, slower = Clock(ALL_WIN), Clock(dict.fromkeys(ALL_WIN, -0.3))
     path = tmp_path / "run.jsonl"
