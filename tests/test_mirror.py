@@ -41,7 +41,6 @@ NEIGHBOURS = {
     "bitplan.plan.structure.graph": "plan/structure/test_describe.py",
     "bitplan.plan.structure.parameters": "plan/structure/test_describe.py",
     "bitplan.plan.structure.recognise": "plan/structure/test_describe.py",
-    "bitplan.plan.structure.untouched": "plan/structure/test_describe.py",
     "bitplan.report.section": "report/test_page.py",
     "bitplan.report.section_of_fit": "cli/verbs/test_fit_verb.py",
     "bitplan.report.section_of_plan": "report/test_page.py",

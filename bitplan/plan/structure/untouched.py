@@ -51,21 +51,40 @@ def is_class_patched(kind: type) -> bool:
     return bool(qualified != f"{holder.__qualname__}.forward" or forward.__module__ != holder.__module__)
 
 
+ThroughCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
+_lock = threading.Lock()
+_calls_of: dict[int, list[ThroughCall]] = {}  # by thread: what its modules' calls go through, the innermost last
+_usual = nn.Module.__call__
+
+
+def _through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    calls = _calls_of.get(threading.get_ident())
+    return calls[-1](module, args, kwargs) if calls else _usual(module, *args, **kwargs)
+
+
 @contextlib.contextmanager
-def calls_through(call: Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
-    """A context in which modules called in this thread go through `call`, without their hooks."""
-    ours, usual = threading.get_ident(), nn.Module.__call__
+def calls_through(call: ThroughCall) -> Iterator[None]:
+    """A context in which modules called in this thread go through `call`, without their hooks; others may do as much.
 
-    def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != ours:
-            return usual(module, *args, **kwargs)
-        return call(module, args, kwargs)
-
-    nn.Module.__call__ = through  # type: ignore[method-assign]
+    One function stands in for `nn.Module.__call__` until the last thread has left: each that put back what it had found
+    would leave another's there.
+    """
+    global _usual
+    thread = threading.get_ident()
+    with _lock:
+        if nn.Module.__call__ is not _through:
+            _usual = nn.Module.__call__
+            nn.Module.__call__ = _through  # type: ignore[method-assign, assignment]
+        _calls_of.setdefault(thread, []).append(call)
     try:
         yield
     finally:
-        nn.Module.__call__ = usual  # type: ignore[method-assign]
+        with _lock:
+            _calls_of[thread].pop()
+            if not _calls_of[thread]:
+                del _calls_of[thread]
+            if not _calls_of and nn.Module.__call__ is _through:
+                nn.Module.__call__ = _usual  # type: ignore[method-assign]
 
 
 def without_hooks() -> contextlib.AbstractContextManager[None]:

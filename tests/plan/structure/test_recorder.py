@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import Tensor, nn
 
 from bitplan.plan.structure import describe, recorder
 from bitplan.plan.structure.recorder import Recording, record
+from bitplan.plan.structure.untouched import calls_through
 
 
 class Repeated(nn.Module):
@@ -94,3 +96,26 @@ def test_a_class_that_is_patched_later_is_followed_again(monkeypatch: pytest.Mon
     monkeypatch.setattr(Experts, "forward", patched)
     for module in (Experts(), before):
         assert "more than its experts' sum: add" in describe.experts_of(module).fault  # type: ignore[union-attr]
+
+
+def test_two_threads_that_overlap_see_their_own_calls_and_leave_torch_as_it_was() -> None:
+    usual, layer = nn.Module.__call__, nn.Linear(2, 2)
+    calls: list[str] = []
+    entered, ended = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with calls_through(lambda *_: calls.append("beside")):
+            entered.set()
+            ended.wait(60)
+            layer(torch.ones(1, 2))
+
+    thread = threading.Thread(target=beside)
+    with calls_through(lambda *_: calls.append("here")):
+        thread.start()
+        assert entered.wait(60)
+        layer(torch.ones(1, 2))
+    assert layer(torch.ones(1, 2)).shape == (1, 2)  # the other has not left
+    ended.set()
+    thread.join()
+    assert calls == ["here", "beside"]
+    assert nn.Module.__call__ is usual
