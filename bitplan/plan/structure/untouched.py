@@ -74,7 +74,7 @@ def calls_through(call: ThroughCall) -> Iterator[None]:
     with _lock:
         if nn.Module.__call__ is not _through:
             _usual = nn.Module.__call__
-            nn.Module.__call__ = _through  # type: ignore[method-assign, assignment]
+            nn.Module.__call__ = _through  # type: ignore[method-assign]
         _calls_of.setdefault(thread, []).append(call)
     try:
         yield
