@@ -32,7 +32,7 @@ class _GiveCache:
 
         cache, asked = kwargs.get("past_key_values"), kwargs.get("use_cache")
         stores = bool(getattr(model.config, "use_cache", True) if asked is None else asked)
-        joined = self.attention is not None and _attention(model) != self.attention  # another may share the config
+        joined = self.attention is not None and _reads_codes(model)  # a model that shares the config may have ended it
         if cache is None:
             kwargs["past_key_values"] = KVCache(model.config, self.formats, stores=stores, joined=joined)
         elif not isinstance(cache, Cache):
@@ -67,6 +67,12 @@ def _attention(model: Any) -> str | None:
     return getattr(model.config, "_attn_implementation", None)
 
 
+def _reads_codes(model: Any) -> bool:
+    from bitplan.packed import kv_attention  # which needs Triton
+
+    return _attention(model) == kv_attention.ATTENTION
+
+
 def _join_attention(model: Any) -> str | None:
     """Give a model on a GPU the attention that reads codes; gives the name of its own, None where it keeps that."""
     device = next((one.device for one in (*model.parameters(), *model.buffers())), None)
@@ -78,7 +84,7 @@ def _join_attention(model: Any) -> str | None:
 def _set_attention(model: Any) -> str | None:
     from bitplan.packed import kv_attention  # which needs Triton
 
-    if _attention(model) not in ("sdpa", kv_attention.ATTENTION):  # the latter: by a model that shares the config
+    if _attention(model) != "sdpa" and not _reads_codes(model):  # it may share its config with one that does
         return None
     kv_attention.register()
     model.set_attn_implementation(kv_attention.ATTENTION)
