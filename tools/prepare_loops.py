@@ -2,10 +2,11 @@
 
     python tools/prepare_loops.py           # on x86-64 Linux; again after every edit of a loop
 
-Each file whose sources were edited is made anew, in a process of its own: half a minute to two minutes of CPU time for
-each. Of trees small fits, predictions and so on are run, and every loop that numba compiles for them is kept as an
-object for any x86-64 processor with AVX2; those in WIDE as one for AVX-512, too. Encoding and rounding likewise.
-Products are compiled for each kind of processor (`prepared_code.PROCESSORS`), and are not run.
+Each file whose sources' code was edited is made anew, in a process of its own: half a minute to two minutes of CPU time
+for each; an edit of their comments is written into its index. Of trees small fits, predictions and so on are run, and
+every loop that numba compiles for them is kept as an object for any x86-64 processor with AVX2; those in WIDE as one
+for AVX-512, too. Encoding and rounding likewise. Products are compiled for each kind of processor
+(`prepared_code.PROCESSORS`), and are not run.
 """
 
 from __future__ import annotations
@@ -198,19 +199,28 @@ def prepare(wing: str, into: Path) -> None:
             object_ = wide_object(bitcode[result.library])
             loops[name]["wide"] = len(code), len(code) + len(object_)
             code += object_
-    found = {**prepared_code.made_with(wing), "sha256": prepared_code.digest_of(loops, code), "loops": loops}
-    with zipfile.ZipFile(into, "w") as file:
-        for path, content in ((prepared_code.INDEX, json.dumps(found, indent=0).encode()), (prepared_code.CODE, code)):
-            file.writestr(zipfile.ZipInfo(path, DATE), content, zipfile.ZIP_LZMA)
+    write({**prepared_code.made_with(wing), "sha256": prepared_code.digest_of(loops, code), "loops": loops}, code, into)
     print(f"{into.name}: {len(loops)} loops, {into.stat().st_size:,} bytes")
 
 
+def write(index: dict[str, Any], code: bytes, into: Path) -> None:
+    with zipfile.ZipFile(into, "w") as file:
+        for path, content in ((prepared_code.INDEX, json.dumps(index, indent=0).encode()), (prepared_code.CODE, code)):
+            file.writestr(zipfile.ZipInfo(path, DATE), content, zipfile.ZIP_LZMA)
+
+
 def is_current(wing: str, file: Path) -> bool:
+    """Whether a file is of the sources' code; what it says of how it was made becomes true of their comments, too."""
     if not file.is_file():
         return False
     with zipfile.ZipFile(file) as archive:
-        made_with: dict[str, str] = json.loads(archive.read(prepared_code.INDEX))
-    return prepared_code.made_with(wing).items() <= made_with.items()
+        index, code = json.loads(archive.read(prepared_code.INDEX)), archive.read(prepared_code.CODE)
+    if not prepared_code.is_current(wing, index):
+        return False
+    made_with = prepared_code.made_with(wing)
+    if not made_with.items() <= index.items():
+        write(index | made_with, code, file)
+    return True
 
 
 def main() -> None:

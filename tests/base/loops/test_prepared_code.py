@@ -37,6 +37,27 @@ def test_the_packages_loops_are_made_of_its_sources(wing) -> None:
         assert index["loops"].keys() == index_of(wing)["loops"].keys()
 
 
+def test_comments_and_docstrings_are_no_part_of_the_code(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(prepared_code, "PACKAGE", tmp_path)
+    monkeypatch.setattr(prepared_code, "WINGS", {"one": ("loop.py",)})
+
+    def made_of(code: str) -> dict[str, str]:
+        tmp_path.joinpath("loop.py").write_text(code)
+        return prepared_code.made_with("one")
+
+    first = made_of("def loop(x):\n    return x + 1 if x else None\n")
+    assert first["sources"].startswith("20e47d8900c6"), "in every version of Python"
+    assert prepared_code.is_current("one", first | {"sources": "not looked at where the files are the same"})
+    same = made_of('"""Loops."""\ndef loop(x):  # one\n    """More."""\n    return (x + 1 if x\n        else None)\n')
+    assert same["sources"] == first["sources"]
+    assert same["files"] != first["files"]
+    assert prepared_code.is_current("one", first)
+    for other in ("2 if x else None", "1 if x else 0", "1 if x else ''"):
+        assert made_of(f"def loop(x):\n    return x + {other}\n")["sources"] != first["sources"]
+        assert not prepared_code.is_current("one", first)
+    assert not prepared_code.is_current("one", made_of("") | {"numba": "0.1"})
+
+
 def test_a_prepared_loop_runs_and_other_functions_have_none() -> None:
     rows = np.array([2, 0], np.uint32)
     grads, hess, entries = np.array([1, 2, -3], np.float32), np.array([4, 5, 6], np.float32), np.zeros(2, np.uint64)
