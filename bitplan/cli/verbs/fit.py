@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from bitplan.cli.options import DaskAddress, Json, Keep, KindsOfText
-from bitplan.cli.show import human_bytes, progress, say, show_json, table
+from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
 from bitplan.searching.goal import WINDOWS
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def fit(
     Example: bitplan fit llama --memory 24GB --context 32k --text text.txt --window 16 --formats mxfp4,int8_row
     """
     from bitplan.base.records import read_text
-    from bitplan.cli.verbs.search import read_kinds
+    from bitplan.cli.verbs.search import read_kinds, what_is_left
     from bitplan.files.headers import check_model_source
     from bitplan.searching.engine_memory import engine_of
     from bitplan.searching.goal import GoalError, parse_bytes, parse_kinds, parse_tokens
@@ -82,19 +82,22 @@ def fit(
     from bitplan.searching.run import SearchOptions
 
     note = (lambda _line: None) if as_json else say
-    result = run_fit(
-        model,
-        goal=FitGoal(limit, tokens, batch, device, runtime, counted, host, ms),
-        text=content,
-        held_out=proof,
-        formats=names,
-        keep=keep or (),
-        out=out,
-        plan_only=plan_only,
-        options=SearchOptions(
-            device, window, windows, workers=dask or 0, stage=partial(progress, estimates=False), note=note
-        ),
-    )
+    try:
+        result = run_fit(
+            model,
+            goal=FitGoal(limit, tokens, batch, device, runtime, counted, host, ms),
+            text=content,
+            held_out=proof,
+            formats=names,
+            keep=keep or (),
+            out=out,
+            plan_only=plan_only,
+            options=SearchOptions(
+                device, window, windows, workers=dask or 0, stage=partial(progress, estimates=False), note=note
+            ),
+        )
+    except KeyboardInterrupt:
+        raise StoppedVerbError(what_is_left(out, out)) from None
     if not plan_only:
         write_report([out / "fit.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {result.goal}")
     if as_json:

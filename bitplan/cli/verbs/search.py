@@ -153,7 +153,7 @@ def search(
         write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")
         certify_again(folder)
     except KeyboardInterrupt:
-        raise StoppedVerbError(_left(folder, out, force)) from None
+        raise StoppedVerbError(what_is_left(folder, out, force=force)) from None
     if begins_again:
         finish_folder(out, EVIDENCE_FILES)
     if as_json:
@@ -183,8 +183,8 @@ def kinds_columns(by_kind: Mapping[str, float]) -> dict[str, str]:
     return {f"KL, {Path(kind).name}": f"{kl:.5f}" for kind, kl in by_kind.items()}
 
 
-def _left(folder: Path, out: Path, force: bool) -> str:
-    """A sentence on what an interrupted search left, and how to go on."""
+def what_is_left(folder: Path, out: Path, *, force: bool = False) -> str:
+    """A sentence on what an interrupted search or fit left, and how to go on."""
     from bitplan.searching.collect import EvidenceFolder
 
     contents, earlier = EvidenceFolder(folder).contents(), "" if folder == out else f"; {out} is as it was"

@@ -16,6 +16,7 @@ from bitplan.cli import run
 from bitplan.cli.verbs import fit as verb
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.kv_formats import KVFormats
+from bitplan.searching import fit as fit_of_models
 from bitplan.searching import memory_probe
 from bitplan.searching.memory_probe import MemoryProbe, TokenTimes
 from tests.cli.verbs.test_perplexity_verb import save_llama
@@ -178,3 +179,19 @@ def test_kinds_of_text_are_measured_each_conversations_by_the_chat_template(fold
         assert "chats.jsonl: line 1: expected" in capsys.readouterr().err
     finally:
         path.write_text(before)
+
+
+def test_a_fit_that_is_interrupted_says_what_is_there_and_how_it_goes_on(shown, tmp_path, monkeypatch, capsys):
+    def interrupted(*_given):
+        raise KeyboardInterrupt
+
+    assert shown
+    monkeypatch.setattr(fit_of_models._Fitter, "_kv", interrupted)
+    with rounding_to_nearest():
+        assert run([*example(), "--output", str(tmp_path / "out")]) == 130
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "what formats cost" in said
+    assert "the same command goes on from there" in said
+    monkeypatch.setattr(memory_probe, "probe_memory", interrupted)
+    assert run([*example(), "--output", str(tmp_path / "new")]) == 130
+    assert "nothing was measured yet: start the same command again" in capsys.readouterr().err
