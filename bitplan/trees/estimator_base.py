@@ -130,6 +130,12 @@ def callbacks_of(callbacks: Any) -> tuple[Callback, ...]:
         or not all(callable(callback) for callback in callbacks)
     ):
         raise TreesError(f"callbacks: expected a list of functions of a RoundState, got {callbacks!r:.60}")
+    for callback in callbacks:
+        if type(callback).__module__.startswith("lightgbm."):
+            raise TreesError(
+                f"callbacks: expected functions of a RoundState, got LightGBM's {type(callback).__name__.strip('_')}; "
+                "early_stopping_rounds, verbose and evals_result_ stand for its callbacks"
+            )
     return tuple(callbacks)
 
 

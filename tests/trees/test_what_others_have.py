@@ -380,6 +380,9 @@ def test_arguments_of_others_are_answered_with_what_there_is(rows):
         BoostedTreesClassifier(**SMALL).fit(x, y > 0).predict_proba(x, raw_score=True)
     with pytest.raises(TreesError, match="'roc_auc' is called 'auc' here"):
         model.fit(x, y, eval_set=(x, y), eval_metric=["mse", "roc_auc"])
+    lightgbm = pytest.importorskip("lightgbm")
+    with pytest.raises(TreesError, match="got LightGBM's EarlyStoppingCallback; early_stopping_rounds"):
+        model.fit(x, y, callbacks=[lightgbm.early_stopping(3)])
 
 
 def test_numbers_that_are_not_finite_are_named_by_place(rows):
