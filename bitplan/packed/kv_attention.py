@@ -1,4 +1,4 @@
-"""One new token attends to keys and values in formats on a GPU, where codes are read and the cache is not decoded.
+"""One new token attends to keys and values on a GPU as they are held: codes are read, and no cache is decoded.
 
 A layer's cache is memory with spare room (`JoinedRows`), so that a token is written behind the others and nothing is
 copied. Three kernels run for a token: it is rounded and written; each program attends to a chunk of the tokens before,
@@ -53,10 +53,13 @@ LEAST_CHUNK = 256
 APPENDED = ("int8_row", "fp8_e4m3_row", "int4_g32")  # rounded by the kernel that writes them
 
 
-def can_join(formats: tuple[Format | None, Format | None], width: int, device: torch.device) -> bool:
-    """Whether a layer's keys and values, rows of `width` numbers, can be attended to as codes."""
+def can_join(
+    formats: tuple[Format | None, Format | None], width: int, device: torch.device, dtype: torch.dtype = torch.bfloat16
+) -> bool:
+    """Whether a layer's keys and values, rows of `width` numbers, can be attended to as they are held."""
     on_gpu = device.type == "cuda" or INTERPRETED.value
-    return on_gpu and width in WIDTHS and all(fmt is not None and fmt.name in ENCODERS for fmt in formats)
+    is_exact = dtype == torch.bfloat16 or INTERPRETED.value  # numbers as they are: bfloat16 is multiplied
+    return on_gpu and width in WIDTHS and all(is_exact if fmt is None else fmt.name in ENCODERS for fmt in formats)
 
 
 @dataclass
@@ -67,8 +70,12 @@ class SharedCount:
     count: int = -1
 
     def on(self, device: torch.device, count: int) -> Tensor:
-        if self.tensor is None or self.count != count or self.tensor.device != device:
-            self.tensor, self.count = torch.full((1,), count, dtype=torch.int32, device=device), count
+        if self.tensor is None or self.tensor.device != device:
+            with torch.inference_mode(False):
+                self.tensor, self.count = torch.full((1,), count, dtype=torch.int32, device=device), count
+        if self.count != count:  # in its place: a CUDA graph reads it there
+            self.tensor.fill_(count)
+            self.count = count
         return self.tensor
 
 
@@ -76,7 +83,7 @@ class SharedCount:
 class JoinedRows:
     """Keys and values of one layer, in memory with room for `capacity` tokens, of which `tokens` are there."""
 
-    formats: tuple[Format, Format]
+    formats: tuple[Format | None, Format | None]  # None: numbers as they are
     width: int
     dtype: torch.dtype
     shared: SharedCount
@@ -118,9 +125,11 @@ class JoinedRows:
         """Allocate memory for these tokens and a sixteenth more, in whole tiles, and copy what is there."""
         capacity = room_for(tokens)
         for which, fmt in enumerate(self.formats):
-            assert fmt.scales is not None
-            scales = self.width // (fmt.block.cols or self.width)
-            shapes = {"data": (fmt.data_cols(self.width), fmt.storage), "scales": (scales, fmt.scales.dtype)}
+            shapes = {"data": (self.width, self.dtype)}
+            if fmt is not None:
+                assert fmt.scales is not None
+                scales = self.width // (fmt.block.cols or self.width)
+                shapes = {"data": (fmt.data_cols(self.width), fmt.storage), "scales": (scales, fmt.scales.dtype)}
             grown = {}
             for name, (cols, dtype) in shapes.items():
                 with torch.inference_mode(False):  # or only that mode could write to it
@@ -131,17 +140,20 @@ class JoinedRows:
             self.parts[which] = grown
         self.capacity, self.append_launch, self.attend_launches = capacity, None, {}
 
+    def _pairs(self) -> list[Tensor]:
+        """Codes and scales of the keys and of the values; numbers as they are have no scales, which no kernel reads."""
+        return [part.get(name, part["data"]) for part in self.parts for name in ("data", "scales")]
+
     def append(self, keys: Tensor, values: Tensor) -> None:
         """Round one token's keys and values [batch, heads, 1, width] and write them."""
         batch, heads = keys.shape[:2]
         if self.tokens + 1 > self.capacity:
             self._make_room(batch, heads, self.tokens + 1, keys.device)
         before = self.shared.on(keys.device, self.tokens)
-        if all(fmt.name in APPENDED for fmt in self.formats):
+        if all(fmt is None or fmt.name in APPENDED for fmt in self.formats):
             if self.append_launch is None:
                 self.append_launch = _append_launch(self, batch * heads, keys)
-            pairs = [self.parts[which][name] for which in (0, 1) for name in ("data", "scales")]
-            self.append_launch(keys.contiguous(), values.contiguous(), *pairs, before)
+            self.append_launch(keys.contiguous(), values.contiguous(), *self._pairs(), before)
         else:
             for which, rows in enumerate((keys, values)):
                 self.extend(which, encode_rows(rows, self.formats[which]), self.tokens + 1)
@@ -150,7 +162,6 @@ class JoinedRows:
     def attend(self, query: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
         """Attend with one token's queries [batch, heads, 1, width] to all tokens; gives [batch, 1, heads, width]."""
         batch, heads, _, width = query.shape
-        pairs = [self.parts[which][name] for which in (0, 1) for name in ("data", "scales")]
         launches = None if mask is not None else self.attend_launches.get((heads, scaling))
         if launches is None:  # a mask has another width for every token
             launches = _attend_launches(self, query, scaling, mask)
@@ -163,28 +174,35 @@ class JoinedRows:
         out = torch.empty(batch, 1, heads, width, dtype=query.dtype, device=query.device)
         count = self.shared.on(query.device, self.tokens - 1)
         bits = None if mask is None else mask.contiguous().view(torch.uint8)
-        attend(query.contiguous(), *pairs, count, partial, stats, bits)
+        attend(query.contiguous(), *self._pairs(), count, partial, stats, bits)
         join(partial, stats, out)
         return out
 
 
-def encode_rows(rows: Tensor, fmt: Format) -> dict[str, Tensor]:
+def encode_rows(rows: Tensor, fmt: Format | None) -> dict[str, Tensor]:
     """The parts of rows [batch, heads, tokens, width] whose width is whole blocks, by the Triton encoders."""
+    if fmt is None:
+        return {"data": rows}
     lead = rows.shape[:-1]
     data, scales = ENCODERS[fmt.name](rows.reshape(-1, rows.shape[-1]).contiguous(), fmt)
     return {"data": data.reshape(*lead, data.shape[-1]), "scales": scales.reshape(*lead, scales.shape[-1])}
+
+
+def _element(fmt: Format | None, like: Tensor) -> str:
+    """What a kernel calls a format's numbers; those that are held as they are have the name of their type."""
+    return float_name(like.dtype) if fmt is None else element_name(fmt, like.device)
 
 
 def _append_launch(rows: JoinedRows, count: int, like: Tensor) -> PreparedLaunch:
     keys, values = rows.formats
     constants = {
         "WIDTH": rows.width,
-        "K_ELEMENT": element_name(keys, like.device),
-        "V_ELEMENT": element_name(values, like.device),
-        "K_LARGEST": largest(keys),
-        "V_LARGEST": largest(values),
-        "K_LARGEST_SCALE": largest_scale(keys),
-        "V_LARGEST_SCALE": largest_scale(values),
+        "K_ELEMENT": _element(keys, like),
+        "V_ELEMENT": _element(values, like),
+        "K_LARGEST": 0.0 if keys is None else largest(keys),
+        "V_LARGEST": 0.0 if values is None else largest(values),
+        "K_LARGEST_SCALE": 0.0 if keys is None else largest_scale(keys),
+        "V_LARGEST_SCALE": 0.0 if values is None else largest_scale(values),
         "SOURCE": float_name(like.dtype),
     }
     return PreparedLaunch(_append_rows, (count, 2), (rows.capacity,), constants, num_warps=1, enable_fp_fusion=False)
@@ -211,10 +229,10 @@ def _attend_launches(rows: JoinedRows, query: Tensor, scaling: float, mask: Tens
     }
     for letter, fmt in zip("KV", rows.formats, strict=True):
         constants |= {
-            f"{letter}_ELEMENT": element_name(fmt, query.device),
-            f"{letter}_ORDER": "bytes" if fmt.packing is None else fmt.packing.order,
-            f"{letter}_GROUP": fmt.block.cols or 0,
-            f"{letter}_SCALE": scale_name(fmt),
+            f"{letter}_ELEMENT": _element(fmt, query),
+            f"{letter}_ORDER": "bytes" if fmt is None or fmt.packing is None else fmt.packing.order,
+            f"{letter}_GROUP": -1 if fmt is None else fmt.block.cols or 0,
+            f"{letter}_SCALE": "f32" if fmt is None else scale_name(fmt),
         }
     numbers = (rows.capacity, chunk, 0 if mask is None else mask.shape[-1], scaling * 1.4426950408889634)
     grid = (batch * kv_heads, chunks)
@@ -280,6 +298,9 @@ def _append_row(
         code_GB = round_to_integer(even_GB * inverse_GB) + round_to_integer(odd_GB * inverse_GB) * 16 + 0x88
         tl.store(scales_ptr + at * (WIDTH // 32) + group_G, stored_G)
         tl.store(data_ptr + at * (WIDTH // 2) + byte_GB, code_GB.to(tl.uint8))
+    elif ELEMENT == SOURCE:  # numbers as they are
+        col_C = tl.arange(0, WIDTH)
+        tl.store(data_ptr + at * WIDTH + col_C, tl.load(x_ptr + col_C))
     else:
         col_C = tl.arange(0, WIDTH)
         x_C = float_of_bits(tl.load(x_ptr + col_C), SOURCE)
@@ -323,6 +344,8 @@ def _tile(
     else:
         if ELEMENT == "int8" or ELEMENT == "int8_half_away":
             low_TC = code_TC.to(tl.float32)
+        elif GROUP < 0:
+            low_TC = float_of_bits(code_TC, ELEMENT)
         else:
             low_TC = float_of_e4m3(code_TC, ELEMENT)
         high_TC = low_TC
@@ -397,8 +420,8 @@ def _attend_chunk(
         q1_HC = q1_HC.to(tl.bfloat16)
     key_data_ptr += pair.to(tl.int64) * capacity * k_width
     value_data_ptr += pair.to(tl.int64) * capacity * v_width
-    key_scales_ptr += pair.to(tl.int64) * capacity * (WIDTH // K_GROUP if K_GROUP else 1)
-    value_scales_ptr += pair.to(tl.int64) * capacity * (WIDTH // V_GROUP if V_GROUP else 1)
+    key_scales_ptr += pair.to(tl.int64) * capacity * (WIDTH // K_GROUP if K_GROUP > 0 else 1)
+    value_scales_ptr += pair.to(tl.int64) * capacity * (WIDTH // V_GROUP if V_GROUP > 0 else 1)
     top_H = tl.full([TALL], -1.0e30, tl.float32)
     sum_H = tl.zeros([TALL], tl.float32)
     out0_HC = tl.zeros([TALL, v_width], tl.float32)

@@ -103,7 +103,8 @@ class _JoinedLayer(_PackedLayer):
         from bitplan.packed import kv_attention
 
         width, same = key_states.shape[-1], key_states.shape == value_states.shape
-        if not (self.stores and same and kv_attention.can_join(self.formats, width, key_states.device)):
+        like = width, key_states.device, key_states.dtype
+        if not (self.stores and same and kv_attention.can_join(self.formats, *like)):
             return super().update(key_states, value_states, *args, **options)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)

@@ -14,11 +14,12 @@ from bitplan.formats.format import Format
 
 TILE_NUMBERS, GPU_TILE_NUMBERS = 2**20, 2**25  # decoded at once
 TOKENS = 64  # of a tile of attention on a GPU
+LEAST_ROOM = 256  # tokens by which memory grows: a graph of a token is recorded again then
 
 
 def room_for(tokens: int) -> int:
-    """Room on a GPU for these tokens and a sixteenth more, in whole tiles."""
-    return -(-(tokens + max(TOKENS, tokens // 16)) // TOKENS) * TOKENS
+    """Room on a GPU for these tokens and a sixteenth more, 256 at least, in whole tiles."""
+    return -(-(tokens + max(LEAST_ROOM, tokens // 16)) // TOKENS) * TOKENS
 
 
 def room_at(tokens: int, piece: int) -> int:

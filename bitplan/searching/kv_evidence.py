@@ -79,9 +79,9 @@ class KVShapes:
         )
 
     def tokens(self, name: str, fmt: str, engine: EngineMemory, request: Held) -> int:
-        """How many tokens a part has room for, of all texts: what is read as codes on a GPU has more."""
+        """How many tokens a part has room for, of all texts: what attention reads as it is held on a GPU has more."""
         window = self.windows.get(name.split(".")[1])
-        if request.on_gpu and window is None and not get_format(fmt).is_cast:
+        if request.on_gpu and window is None and (fmt == "bfloat16" or not get_format(fmt).is_cast):
             return room_at(request.context, PIECE_TOKENS) * request.batch
         return engine.tokens(window, request)
 

@@ -272,7 +272,7 @@ def test_on_a_gpu_rooms_of_caches_and_scales_in_a_kernels_order_count(fitted):
     joint = joint_evidence(weights, kv, goal, 0)
     costs = joint.groups["layers.0.keys"].formats
     assert room_at(4096, 512) == 4096 + 256 == room_at(4300, 512)
-    assert room_at(30, 512) == 128
+    assert room_at(30, 512) == 320
     assert costs["int4_g32"].nbytes == 2 * (4096 + 256) * 18
     assert costs["float32"].nbytes == 2 * 4096 * 32 * 4
     windows = joint_evidence(weights, replace(kv, text={"windows": {"0": 100}}), goal, 0)

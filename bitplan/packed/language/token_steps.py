@@ -30,6 +30,7 @@ from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
 
 if TYPE_CHECKING:
+    from bitplan.packed.language.token_graph import TokenGraph
     from bitplan.packed.language.token_loops import StepLoops
 
 TOLERANCE = 1e-4  # of the largest input of a product
@@ -292,7 +293,9 @@ class TokenSteps:
 
 
 class Decoding:
-    """A text in the making: gives the logits after each token, by the model, and soon by `TokenSteps` where it can.
+    """A text in the making: gives the logits after each token, by the model, and soon by quicker steps where it can.
+
+    These are `TokenSteps` on a CPU, `TokenGraph` on a GPU.
 
     `why_not` says why a model keeps its own forward, once two single tokens were given; None before, and where it does
     not.
@@ -309,9 +312,23 @@ class Decoding:
             self._structure = "keys and values are kept in formats"
         if isinstance(self._structure, str):
             self.why_not = self._structure
+        if not on_cpu:
+            self._use_graph()
 
     _cache: Any
     _steps: TokenSteps | None
+    _graph: TokenGraph | None = None
+
+    def _use_graph(self) -> None:
+        """Let tokens of a model on a GPU be recorded, where they can be."""
+        if importlib.util.find_spec("triton") is None:
+            self.why_not = "Triton is not installed, whose kernels attend to a growing cache"
+            return
+        from bitplan.packed.language.token_graph import TokenGraph
+
+        graph = TokenGraph(self._model, self._options)
+        self.why_not = graph.why_not
+        self._graph = graph if graph.why_not is None else None
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits [batch, vocabulary] after these tokens [batch, length]; many are read a piece at a time."""
@@ -338,6 +355,10 @@ class Decoding:
     def _read(self, ids: Tensor) -> Tensor:
         if self._steps is not None:  # the model's cache has no more tokens since then
             return [self._steps(token) for (token,) in ids.mT.tolist()][-1]
+        if self._graph is not None:
+            recorded = self._graph(ids)
+            self._cache, self.why_not = self._graph.cache, self._graph.why_not
+            return recorded
         is_step = ids.shape == (1, 1) and self._cache is not None and self.why_not is None
         calls: dict[str, tuple[Tensor, Tensor]] = {}
         hooks = []
