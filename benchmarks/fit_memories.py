@@ -16,9 +16,8 @@ read as `generate` does: milliseconds a token and the peak of torch's allocator 
 `table`, which is printed at the end. Each row says where a difference comes from: parts of the peak (weights, scales in
 their kernels' order, keys and values, all beside them), how products of one row ran, operations of a token, and
 `host_us`, what the host took for a small operation, for hosts are slower at one time than at another:
-`ms_at_host_speed` is the prediction with the probe's launches at the speed of then, and `graph_ms` a token that a CUDA
-graph replays, where the host does not count. `busy_ms` waits for the host, too, where a token has more than some 1,000
-launches.
+`ms_at_host_speed` is the prediction with the probe's launches at the speed of then. Tokens are replayed as CUDA graphs,
+but where `why_not_recorded` says otherwise; then `busy_ms` waits for the host, too, for more than some 1,000 launches.
 
 `reading` are bytes a second at which each launch of a kernel reads pinned memory. `--peaks` are predicted peaks of
 models that lie on the GPU as a whole, in one format each.
@@ -30,7 +29,6 @@ import argparse
 import copy
 import gc
 import json
-import statistics
 import tempfile
 import time
 import traceback
@@ -46,6 +44,7 @@ from torch import nn
 from bitplan.formats import decode, encode, get_format
 from bitplan.packed.crossover import compile_together
 from bitplan.packed.fused_projections import fuse_what_is_seen
+from bitplan.packed.language.token_graph import TokenGraph
 from bitplan.packed.language.token_steps import PIECE_TOKENS
 from bitplan.packed.linear_operator import GraphWeight
 from bitplan.packed.packed_weight import PackedWeight, wait_in_host
@@ -83,7 +82,6 @@ JOINT = "joint"
 PEAK_FORMATS = ("mxfp4", "int8_row", "q8_0_gguf", "bfloat16")
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 KV = "int8_row"
-REPLAYS = 12
 PROFILED, LARGEST = 16, 8  # operations, and kinds of blocks of memory, that a row names
 SMALL_OPERATIONS, READ_BYTES, READINGS = 1000, (28672, 4096), 5
 Row = dict[str, Any]
@@ -223,6 +221,7 @@ def measure(config: Any, choice: Mapping[str, str], weights: SearchEvidence, giv
         token = _timed_token(model, cache, given.batch, device)
         host.append(host_us(device))
         more = {
+            "why_not_recorded": why_not_recorded(model, cache, given, device),
             "products": ways_of_products(model, given.batch),
             "operations": operations_of_token(model, cache, given, device),
         }
@@ -307,29 +306,12 @@ def host_us(device: torch.device) -> float:
     return min(rounds)
 
 
-def graph_of_token(model: Any, cache: Any, given: Any, device: torch.device) -> Row:
-    """Milliseconds of a token that a CUDA graph replays, which the host does not delay; or why there is none.
-
-    Each replay writes the same place of the cache: as much work as a token, and no text.
-    """
-    if device.type != "cuda" or given.graph_failed:
-        return {}
-    ids = torch.zeros(given.batch, 1, dtype=torch.int64, device=device)
-    graph, times = torch.cuda.CUDAGraph(), []
-    try:
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.argmax(-1)
-        for _ in range(REPLAYS):
-            torch.cuda.synchronize()
-            started = time.perf_counter()
-            graph.replay()
-            torch.cuda.synchronize()
-            times.append(1e3 * (time.perf_counter() - started))
-        return {"graph_ms": statistics.median(times[2:])}
-    except Exception as error:
-        given.graph_failed = f"{type(error).__name__}: {error}"[:500]  # others would, too
-        return {"graph_failed": given.graph_failed}
+def why_not_recorded(model: Any, cache: Any, given: Any, device: torch.device) -> str | None:
+    """Why tokens are not replayed as a CUDA graph, as `generate` does where it can; None where they are."""
+    recorded = TokenGraph(model, {"logits_to_keep": 1}, cache)
+    for _ in range(4):
+        recorded(torch.zeros(given.batch, 1, dtype=torch.int64, device=device))
+    return recorded.why_not
 
 
 def ways_of_products(model: Any, batch: int) -> dict[str, int]:
@@ -508,7 +490,7 @@ def reading(given: Any, note: Callable[[str, Row], None]) -> None:
 def table_of(document: Row) -> list[str]:
     """The rows as lines of text."""
     head = "| GB | plan | ms predicted | at the host's speed of then | measured | launch | busy | host us "
-    head += "| of the GPU predicted | as a graph | "
+    head += "| of the GPU predicted | "
     head += "peak GB predicted | measured | off | weights | scales | kv | beside |"
     lines = [head, "|" + "---|" * (head.count("|") - 1)]
     for row in document["two_memories"]:
@@ -524,7 +506,6 @@ def table_of(document: Row) -> list[str]:
             measured["busy_ms"],
         ]
         cells = [f"{one:.2f}" for one in (*times, max(measured["host_us"]), row["predicted_gpu_ms"])]
-        cells.append(f"{measured['graph_ms']:.2f}" if "graph_ms" in measured else "")
         cells.append(f"{row['gpu_bytes'] / 1e9:.3f}")
         cells.append(f"{measured['peak_bytes'] / 1e9:.3f}" if measured["peak_bytes"] else "")
         cells.append(f"{100 * row['peak_off']:+.1f}%" if "peak_off" in row else "")
@@ -605,7 +586,6 @@ def main() -> None:
     given = parser.parse_args()
     given.limits = LIMITS if given.limits is None else given.limits
     given.peaks = [(name, int(a), int(b)) for name, a, b in given.peaks or ()]
-    given.graph_failed = ""
     started = time.perf_counter()
     given.elapsed = lambda: time.perf_counter() - started
     kind = torch.device(given.device).type

@@ -16,7 +16,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -518,34 +518,40 @@ def _launched_in_turns(few: Any, many: Any, batch: int, device: Any) -> tuple[fl
     """
     import torch
 
-    ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-
-    def launched(model: Any, cache: Any) -> float:
+    def launched(step: Callable[[], Any]) -> float:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         started = time.perf_counter()
-        token = _next_token(model, cache, ids)
+        token = step()
         microseconds = 1e6 * (time.perf_counter() - started)
         token.tolist()
         return microseconds
 
-    turns = [(launched(*few), launched(*many)) for _ in range(WARM_TOKENS + LAUNCH_TURNS)][WARM_TOKENS:]
+    steps = [_next_tokens(model, cache, batch, device) for model, cache in (few, many)]
+    turns = [[launched(step) for step in steps] for _ in range(WARM_TOKENS + LAUNCH_TURNS)][WARM_TOKENS:]
     return statistics.median(one for one, _ in turns), statistics.median(more - one for one, more in turns)
 
 
-def _next_token(model: Any, cache: Any, ids: Any) -> Any:
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+def _next_tokens(model: Any, cache: Any, batch: int, device: Any) -> Callable[[], Any]:
+    """What makes one more token of each text, as `generate` does: on a GPU one that is recorded, where it can be."""
+    import torch
+
+    ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
+    if device.type == "cuda":
+        from bitplan.packed.language.token_graph import TokenGraph
+
+        recorded = TokenGraph(model, {"logits_to_keep": 1}, cache)
+        return lambda: recorded(ids).argmax(-1)
+    return lambda: (
+        model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].argmax(-1)
+    )
 
 
 def _timed_token(model: Any, cache: Any, batch: int, device: Any) -> _Token:
     """Median times of a few tokens; on a GPU its own work and the host's are timed apart."""
     import torch
 
-    ids = torch.zeros(batch, 1, dtype=torch.int64, device=device)
-
-    def step() -> Any:
-        return _next_token(model, cache, ids)
-
+    step = _next_tokens(model, cache, batch, device)
     samples: list[tuple[float, float, float]] = []
     for turn in range(TIMED_TOKENS):
         if device.type == "cpu":

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from bitplan.packed.rounded_kv import attending_as_held, kv_of
 from bitplan.plan.kv_formats import KVFormats
@@ -119,7 +119,8 @@ class TokenGraph:
                 run()
             self._set_count(rows, count)
             if waits:
-                return self._stop(f"its forward waits for the GPU: {waits[0]}")
+                self._stop(f"its forward waits for the GPU: {waits[0]}")
+                return
         self._set_count(rows, count)
         self._graph = captured(run, ids.device)
         self._set_count(rows, count)
@@ -164,7 +165,9 @@ def _why_not(model: Any) -> str | None:
         return f"its weights lie on {len(devices)} devices"
     if config is None or "position_ids" not in inspect.signature(model.forward).parameters:
         return "its forward takes no positions"
-    if not all(type(layer) is DynamicLayer for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers):
+    if not all(
+        type(layer) is DynamicLayer for layer in DynamicCache(config=config.get_text_config(decoder=True)).layers
+    ):
         return "not all of its layers attend to all tokens"
     with attending_as_held(model) as is_held:
         return None if is_held else "its attention is not torch's, which transformers lets be replaced"
