@@ -17,7 +17,8 @@ has a TileCache for the whole model, which `auto` uses where it is faster; its b
 far the logits of a mode lie from those of eager, relative to their norm.
 
 generate   transformers' own `generate` after a prompt of 512 tokens, eager, all formats in turns: to the first token,
-           and for each token after it
+           and for each token after it; and the loop of `bitplan generate`, which records a CUDA graph in its first
+           tokens, for each of 128
 prompts    prompts of 128 to 8192 tokens through transformers' own llama, eager, all formats in turns
 peers      torchao's weight-only int4 and int8 in the same model, and gemlite's mxfp4, int4 and int8, where installed
 host       microseconds of the host for a call of a layer at 1 and 512 rows
@@ -55,6 +56,7 @@ from llama_decode import SHAPES, VOCABULARY, DecodingLlama
 from torch import Tensor, nn
 
 from bitplan.packed.fused_projections import fuse_projections
+from bitplan.packed.language.token_steps import Decoding
 from bitplan.packed.quant_linear import QuantLinear, warm_up
 from bitplan.packed.tile_cache import TileCache
 
@@ -64,6 +66,7 @@ MODELS = (
     "1b:bfloat16:1,64 1b:mxfp4:1,64 1b:int8_g128:1,64 1b:int4_g32:1 "
     "1b:nvfp4:1 1b:fp8_e4m3_row:1 8b:int8_g128+cache:64"
 )
+OWN_TOKENS = 128  # of `bitplan generate`
 PROMPTS = (128, 512, 1024, 2048, 8192)
 PROMPT = 512
 PREFILLS = (512, 2048, 8192)
@@ -389,7 +392,8 @@ def generate(device: str, size: str = "8b", prompt: int = PROMPT, tokens: int = 
     """
     ids = torch.randint(0, VOCABULARY, (1, prompt), device=device)
     models = {fmt: transformers_model(size, fmt, device) for fmt in EAGER}
-    samples: dict[tuple[str, str], list[float]] = {(fmt, part): [] for fmt in models for part in ("first", "after")}
+    parts = ("first", "after", "first, bitplan's loop", "after, bitplan's loop")
+    samples: dict[tuple[str, str], list[float]] = {(fmt, part): [] for fmt in models for part in parts}
     answer: dict[str, float] = {}
     for turn in range(6):
         for fmt, model in models.items():
@@ -401,6 +405,9 @@ def generate(device: str, size: str = "8b", prompt: int = PROMPT, tokens: int = 
                 continue
             samples[fmt, "first"].append(times[1])
             samples[fmt, "after"].append((times[1 + tokens] - times[1]) / tokens)
+            own_first, own_after = _own_generate_ms(model, ids, OWN_TOKENS)
+            samples[fmt, "first, bitplan's loop"].append(own_first)
+            samples[fmt, "after, bitplan's loop"].append(own_after / OWN_TOKENS)
     return [
         {
             "size": size,
@@ -421,6 +428,22 @@ def _generate_ms(model: Any, ids: Tensor, tokens: int) -> float:
     model.generate(ids, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, pad_token_id=0)
     _synchronize()
     return (time.perf_counter() - started) * 1e3
+
+
+def _own_generate_ms(model: Any, ids: Tensor, tokens: int) -> tuple[float, float]:
+    """Milliseconds to the first token, and of all after it, as `bitplan generate` makes them: a graph is recorded."""
+    decoding = Decoding(model)
+    with torch.inference_mode():
+        _synchronize()
+        started = time.perf_counter()
+        token = int(decoding(ids)[0].argmax())
+        first = time.perf_counter()
+        for _ in range(tokens):
+            token = int(decoding(torch.tensor([[token]], device=ids.device))[0].argmax())
+        ended = time.perf_counter()
+    if decoding.why_not is not None:
+        print("not recorded:", decoding.why_not, flush=True)
+    return (first - started) * 1e3, (ended - first) * 1e3
 
 
 def prompts(device: str, size: str = "8b") -> Iterator[Row]:
