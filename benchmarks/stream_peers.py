@@ -9,7 +9,7 @@ BF16 products, AdamW on FP32 masters. A step ends when the GPU is done; what is 
 step, as in training. Each arm is a process of its own with a limit of its own, and a failure is a row with its error.
 
     bounds             what each part takes alone: forward and backward with everything on the GPU, copies of what must
-                       cross each way at the bandwidth of pinned copies, AdamW of all weights on the host
+                       cross each way with three slots, at the bandwidth of pinned copies, AdamW on the host
     bitplan            three slots; adapters also with slots="auto"
     bitplan_early      full fine-tuning with StreamOptions(update_in_backward=True)
     deepspeed          ZeRO-3, parameters and optimizer offloaded to pinned memory, its CPU Adam where it loads
@@ -59,7 +59,7 @@ BF16 = torch.bfloat16
 SIZES = {
     "8b": Size(4, 4096, 14336, 32, 16, 1024, (), BF16, kv_heads=8),
     "70b": Size(2, 8192, 28672, 64, 16, 1024, (), BF16, kv_heads=8),
-    "tiny": Size(3, 128, 256, 4, 4, 8, (), BF16, kv_heads=2),
+    "tiny": Size(5, 128, 256, 4, 4, 8, (), BF16, kv_heads=2),
 }
 ADAPTED_BLOCKS = 16
 SLOTS = 3
@@ -485,14 +485,11 @@ def measure(job: Job, repeats: int) -> Iterator[Row]:
 
 
 def bounds_of(job: Job, row: Row) -> Row:
-    """What each part of a step takes alone, from the same process; a step is no faster than the largest."""
-    parts = {"gpu": row["median_ms"]}
+    """What each part of a step takes alone, from the same process; every block is sent forward and backward."""
+    sent = 2 * row["weights"]  # in BF16; gradients come back once
+    parts = {"gpu": row["median_ms"], "bus in": 2 * sent / _rate("in", job.device) / 1e6}
     if job.mode == "full":
-        sent = 2 * row["weights"]  # in BF16, once for the forward and once for the backward; gradients come back once
-        parts |= {"bus in": 2 * sent / _rate("in", job.device) / 1e6, "bus out": sent / _rate("out", job.device) / 1e6}
-        parts["host adamw"] = row["weights"] * adamw_ns() / 1e6
-    else:
-        parts["bus in, slots=3"] = 2 * 2 * row["weights"] / _rate("in", job.device) / 1e6
+        parts |= {"bus out": sent / _rate("out", job.device) / 1e6, "host adamw": row["weights"] * adamw_ns() / 1e6}
     return row | {"parts_ms": parts}
 
 
@@ -542,19 +539,38 @@ def run_job(job: Job, repeats: int) -> None:
 # ---- all of them -----------------------------------------------------------------------------------------------------
 
 
+def sent_share(mode: str, blocks: int) -> float:
+    """The share that slots must send of every block twice.
+
+    The backward begins with the blocks that the forward left in the slots; frozen ones that the backward leaves serve
+    the next forward, too.
+    """
+    kept = min(SLOTS, blocks) * (2 if mode == "lora" else 1)
+    return 1 - kept / (2 * blocks)
+
+
 def with_bounds(rows: list[Row]) -> list[Row]:
-    """The parts and the largest of them beside each row of the same model and tokens, and times of the step."""
-    parts = {(one["mode"], one["shape"], one["tokens"]): one["parts_ms"] for one in rows if "parts_ms" in one}
+    """Beside each row its parts alone, with the same model and tokens, the largest, and the step's time over that.
+
+    Rows that have theirs stay as they are: every part comes from the model on the GPU, which keeps what was measured.
+    """
+    measured = {
+        (one["mode"], one["shape"], one["tokens"]): one["parts_ms"]
+        for one in rows
+        if one["arm"] == "resident" and "parts_ms" in one
+    }
     result = []
     for row in rows:
-        of_row = parts.get((row["mode"], row["shape"], row.get("tokens", 0)))
-        if of_row is None or "median_ms" not in row:
+        parts = measured.get((row["mode"], row["shape"], row.get("tokens", 0)))
+        if parts is None or "median_ms" not in row:
             result.append(row)
             continue
-        counted = {key: ms for key, ms in of_row.items() if "slots" not in key or row.get("slots") != "auto"}
-        by = max(counted, key=lambda key: counted[key])
+        counted = {"gpu": parts["gpu"]}
+        if row["arm"] != "resident" and row.get("slots") != "auto":
+            counted = parts | {"bus in": parts["bus in"] * sent_share(row["mode"], row["blocks"])}
+        by = max(counted, key=lambda part: counted[part])
         bound = {"bound_ms": counted[by], "bound_by": by, "times_bound": row["median_ms"] / counted[by]}
-        result.append(row | {"parts_ms": of_row} | bound)
+        result.append(row | {"parts_ms": parts if row["arm"] == "resident" else counted} | bound)
     return result
 
 

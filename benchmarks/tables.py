@@ -474,6 +474,18 @@ def trees_gpu_table() -> str:
     return "\n".join(lines)
 
 
+def trees_kinds_table() -> str:
+    """A tree on a GPU and on the cores of its host, for what its kernels leave to torch."""
+    document = _read("trees_gpu_1m_nvidia_h200")
+    row = document["rows"][0]
+    times = document["kinds"] | {f"{row['rows'] // 10**6}M rows, plain": row["i16"]}
+    lines = ["| trees | H200, ms a tree | 16 cores of its host | the same trees |", "|---" * 4 + "|"]
+    for name, each in times.items():
+        same = "yes" if each["same_trees_as_cpu"] else "no"
+        lines.append(f"| {name} | {each['tree_ms']:.1f} | {each['cpu_tree_ms']:.1f} | {same} |")
+    return "\n".join(lines)
+
+
 def _trees_table(run: dict[str, Any]) -> str:
     rows = f"{run['rows'] // 10**6}M" if run["rows"] >= 10**6 else f"{run['rows'] // 1000}k"
     named = {"regression": ", a number", "classes": ", ten classes", "flights": ", like flights"}
@@ -745,21 +757,74 @@ def experts_table() -> str:
     return "\n".join(lines)
 
 
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+PARTS_OF_STEPS = {"gpu": "computing", "bus in": "copying", "host adamw": "AdamW"}
+PEERS = {
+    "resident": "all on the GPU",
+    "bitplan": "bitplan",
+    "bitplan_early": "bitplan, `update_in_backward`",
+    "bitplan, slots=auto": 'bitplan, `slots="auto"`',
+    "bitplan, slots=3": "bitplan, three slots",
+    "paired": 'bitplan, `slots="auto"`, in turns',
+    "deepspeed": "DeepSpeed ZeRO-3",
+    "fsdp2": "FSDP2",
+    "ramtorch": "RamTorch",
+    "accelerate": "accelerate",
+}
+
+
+def peers_table() -> str:
+    """Steps of streamed training beside other offloads, each against bitplan's of like memory in its own run."""
+    lines = [
+        "| run, training, tokens | arm | ms | TFLOP/s | times bitplan's | times the bound | GB: GPU, host |",
+        "|---" * 7 + "|",
+    ]
+    names = ("stream_peers_nvidia_h200", "stream_peers_adapters_nvidia_h200")
+    for run, rows in enumerate((_read(name)["rows"] for name in names), start=1):
+        steps: dict[tuple[str, str, int], dict[str, dict[str, Any]]] = {}
+        for row in rows:
+            steps.setdefault((row["mode"], row["shape"], row.get("tokens", 0)), {})[row["arm"]] = row
+        for (mode, shape, tokens), arms in steps.items():
+            training = f"{run}, {'LoRA' if mode == 'lora' else 'full'}, {shape.upper()}'s shape"
+            like = next((arms[arm] for arm in ("bitplan_early", "bitplan, slots=3", "bitplan") if arm in arms), None)
+            for arm, row in arms.items():
+                if like is None:
+                    lines.append(f"| {training} | {PEERS[arm]} | not run |  |  |  |  |")
+                    continue
+                gpu = f"{row['gpu_peak_bytes'] / 1e9:.1f}" if "gpu_peak_bytes" in row else "not taken"
+                alone = f", {row['times_resident']:.3f} of all on the GPU" if "times_resident" in row else ""
+                times = "" if arm == "resident" else f"{row['median_ms'] / like['median_ms']:.2f}"
+                cells = [f"{training}, {tokens:,}", PEERS[arm] + alone, f"{row['median_ms']:.1f}"]
+                cells += [
+                    f"{row['tflops_6nt']:.0f}",
+                    times,
+                    f"{row['times_bound']:.2f} ({PARTS_OF_STEPS[row['bound_by']]})",
+                ]
+                lines.append("| " + " | ".join([*cells, f"{gpu}, {row['host_peak_bytes'] / 1e9:.1f}"]) + " |")
+    return "\n".join(lines)
+
+
 def controller_table() -> str:
     """Trainings that a controller decides beside streamed BF16: loss and time of every seed that has both."""
     lines = [
-        "| model | seeds | loss, BF16 | loss, controlled | speed while decided | speed of the whole run |",
-        "|---|---|---|---|---|---|",
+        "| model | seeds | products low | loss, BF16 | loss, controlled | speed while decided | of the whole run |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for size, run in _read("run_controller_nvidia_h200")["sizes"].items():
+    sizes = _read("run_controller_nvidia_h200")["sizes"] | _read("run_controller_lm26m_nvidia_h200")["sizes"]
+    for size, run in sizes.items():
         summary, shape = run["summary"], run["shape"]
         ways = [summary[way] for way in ("bf16", "controlled")]
         losses = [
             f"{way['loss_mean']:.4f} ({' to '.join(f'{loss:.3f}' for loss in way['loss_min_max'])})" for way in ways
         ]
-        speeds = [f"{summary[key]['mean']:.2f}" for key in ("speed_ms", "speed_whole_ms")]
+        shares = [row["low_share"][part] for row in run["rows"] if "low_share" in row for part in PRODUCTS]
+        speeds = [
+            f"{speed['mean']:.2f} ({min(speed['by_seed']):.2f} to {max(speed['by_seed']):.2f})"
+            for speed in (summary["speed_ms"], summary["speed_whole_ms"])
+        ]
         name = f"{size}: hidden {shape['hidden']}, {shape['layers']} layers"
-        lines.append("| " + " | ".join([name, str(len(summary["seeds"])), *losses, *speeds]) + " |")
+        cells = [name, str(len(summary["seeds"])), f"{sum(shares) / len(shares):.0%}", *losses, *speeds]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
@@ -928,6 +993,8 @@ PLACES = {  # page: its tables
         trees_table,
         experts_table,
         controller_table,
+        peers_table,
+        trees_kinds_table,
     ),
     "docs/trees.md": (
         trees_precision_table,

@@ -65,6 +65,30 @@ def test_the_offload_part_runs_in_small(monkeypatch, tmp_path):
     assert rows["kept", 16]["times_kept"] == 1
 
 
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_the_bytes_of_the_bound_beside_peers_are_those_that_three_slots_send(monkeypatch, mode):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    program = runpy.run_path(str(ROOT / "benchmarks" / "stream_peers.py"))
+    job = program["Job"](mode, "bitplan", "tiny", (16,), "cpu")
+    row = next(row for row in program["measure"](job, 1) if row.get("slots") == 3)
+    assert row["bytes_h2d"] == round(2 * 2 * row["weights"] * program["sent_share"](mode, row["blocks"]))
+
+
+@pytest.mark.parametrize("name", ["stream_peers_nvidia_h200", "stream_peers_adapters_nvidia_h200"])
+def test_bounds_beside_peers_are_derived_from_the_parts_that_were_measured(monkeypatch, name):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    program = runpy.run_path(str(ROOT / "benchmarks" / "stream_peers.py"))
+    rows = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["rows"]
+    assert program["with_bounds"](rows) == rows
+    streamed = [row for row in rows if row.get("slots") == 3]
+    assert {row["mode"] for row in streamed} == {"full", "lora"}
+    for row in streamed:
+        assert row["bytes_h2d"] == round(2 * 2 * row["weights"] * program["sent_share"](row["mode"], row["blocks"]))
+        assert row["times_bound"] >= 1
+    alone = [row for row in rows if row["arm"] == "resident" or row.get("slots") == "auto"]
+    assert {row["bound_by"] for row in alone} == {"gpu"}
+
+
 def test_the_example_runs_in_small(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["finetune_under_a_cap.py", "--tiny"])
     runpy.run_path(str(ROOT / "examples" / "finetune_under_a_cap.py"), run_name="__main__")
