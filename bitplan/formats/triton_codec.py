@@ -116,7 +116,7 @@ def bind_with_numbers(
     run, (programs, *_), before, after = launch
     shape, strides = encoded.shape, (encoded.shape[1], 1)
 
-    def product(x: Tensor, _shape: Any) -> Tensor | None:  # each Python call less is a call less for every layer
+    def product(x: Tensor, _shape: Any = None) -> Tensor | None:  # each Python call less is a call less for every layer
         if current_device() != index:
             return None
         numbers = empty_on_gpu(shape, strides, dtype)

@@ -3,12 +3,13 @@
 | call | for inputs | looks at |
 |---|---|---|
 | bound | of one shape and type | all that a product depends on, one after the other |
-| quick | float32, on a CPU, like the last but for its numbers | what torch compares for graphs; where the weight lies |
+| quick | like the last but for its numbers, float32 on a CPU | what torch compares for graphs; the weight |
 
 The CPU's products read a weight's bytes at the addresses to which they were bound, and keep nothing made of them. So a
 weight that was written is read as it is now, and a quick call asks only whether it still lies there: not how often it
 was written. Weights whose base is in a product's constants (nvfp4), or with parts that are not contiguous, have no
-quick call.
+quick call there. On a GPU it asks whether the weight's parts are the same tensors, and, where a product reads what was
+made of them, how often they were written. Where a weight is decoded, inputs may differ in rows as far as one pick goes.
 
 Either gives None where something has changed: the call then takes another path, and is bound anew.
 """
@@ -40,6 +41,7 @@ _transform: Callable[[], Any] = torch._C._functorch.peek_interpreter_stack
 # Memory on a CPU, as generated code allocates it: torch.empty takes three times as long.
 _empty: Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], Tensor] = guards._empty_strided_cpu  # type: ignore[attr-defined]
 _TensorGuards: Any = guards.TensorGuards
+_AS_IT_IS: Any = {"dynamic_dims_sizes": None, "dynamic_dims_strides": None}
 
 
 @dataclass(slots=True)
@@ -47,24 +49,73 @@ class BoundCall:
     """Prepared calls of one layer's product, for inputs of one shape.
 
     run      the product, as long as the layer does not change
-    product  the same of a contiguous float32 input, without a look at anything; None where it has no such form
+    product  the same without a look at anything, on a CPU of a contiguous float32 input; None where there is none
+    looks    by what a quick call knows the weight: "addresses", "tensors", or those and their "writes"
+    sizes    inputs have more numbers than the first, and at most the second; None: the shape is fixed
     quick    the quick call that was made last
     """
 
     run: Callable[[Tensor, Layer], Tensor | None]
     product: QuickCall | None
+    looks: str
+    sizes: tuple[int, int] | None = None
     quick: QuickCall | None = None
 
     def quick_for(self, layer: Layer, x: Tensor) -> QuickCall | None:
         """The quick call of inputs like x, which has just run; None where there is none."""
-        if self.product is None or not is_plain_float32(x):
+        if self.product is None or not self.takes(x):
             return None
         if self.quick is None or layer._bound.get(QUICK) is self.quick:  # which refused this input
-            self.quick = quick_call(layer, like(x), self.product)
+            self.quick = self.quick_call(layer, x, self.product)
         return self.quick
 
+    def takes(self, x: Tensor) -> bool:
+        """Whether quick calls are made for inputs like x."""
+        if x.requires_grad:
+            return False
+        return self.looks != "addresses" or (x.dtype is torch.float32 and x.is_contiguous())
 
-def bound_call(call: Bound, shape: tuple[int, ...], layer: Layer, picked: Pick) -> BoundCall:
+    def quick_call(self, layer: Layer, x: Tensor, product: QuickCall) -> QuickCall:
+        """The product of inputs like x, as long as the layer's weight and bias are these, and lie where they do now."""
+        modules, parameters, weight, bias = layer._modules, layer._parameters, layer.weight, layer.bias
+        address, buffers, changes = 0 if bias is None else bias.data_ptr(), weight._buffers, weight._changes
+        addresses = addresses_of(weight) if self.looks == "addresses" else ()
+        parts = () if addresses else tuple((name, part) for name, part in buffers.items() if part is not None)
+        counted = tuple(
+            (part, part._version) for _, part in parts if self.looks == "writes" and not part.is_inference()
+        )
+        fits, sizes = like(x, any_rows=self.sizes is not None), self.sizes
+        least, most = sizes or (0, 0)
+
+        def run(x: Tensor) -> Tensor | None:
+            if not fits(x) or forward_ad._current_level >= 0 or modules["weight"] is not weight:
+                return None
+            if sizes is not None and not least < x.numel() <= most:
+                return None
+            for name, at in addresses:
+                if buffers[name].data_ptr() != at:
+                    return None
+            if parts:
+                for name, part in parts:
+                    if buffers[name] is not part:
+                        return None
+                for part, version in counted:
+                    if part._version != version:
+                        return None
+                if weight._changes != changes:
+                    return None
+            if parameters["bias"] is not bias:
+                return None
+            if bias is not None and (bias.data_ptr() != address or (bias.requires_grad and is_grad_enabled())):
+                return None
+            return product(x)
+
+        return run
+
+
+def bound_call(
+    call: Bound, shape: tuple[int, ...], layer: Layer, picked: Pick, sizes: tuple[int, int] | None = None
+) -> BoundCall:
     """Prepare a call with everything but the input fixed; it returns None once the layer's weight has changed."""
     weight, bias = layer.weight, layer.bias
     changes, buffers, address = weight._changes, weight._buffers, 0 if bias is None else bias.data_ptr()
@@ -74,7 +125,6 @@ def bound_call(call: Bound, shape: tuple[int, ...], layer: Layer, picked: Pick) 
     # Whether numbers fit FP8 was seen in earlier ones.
     is_of_earlier = picked.strategy in ("fused", "fp8")
     addresses = addresses_of(weight) if on_cpu and picked.strategy == "fused" else ()
-    is_quick = bool(addresses) and reads_bytes_alone(weight)
     counted = tuple((part, part._version) for _, part in present if is_of_earlier and not part.is_inference())
 
     def run(x: Tensor, layer: Layer) -> Tensor | None:
@@ -105,7 +155,10 @@ def bound_call(call: Bound, shape: tuple[int, ...], layer: Layer, picked: Pick) 
             layer._bound.pop(QUICK, None)  # a quick call does not say how it ran
         return y
 
-    return BoundCall(run, quick_product(call, shape) if is_quick else None)
+    if on_cpu and picked.strategy == "fused":
+        return BoundCall(run, quick_product(call, shape) if reads_bytes_alone(weight) else None, "addresses")
+    product: Any = call if sizes is not None else lambda x: call(x, shape)  # where rows may differ, no shape is read
+    return BoundCall(run, product, "writes" if is_of_earlier else "tensors", sizes)
 
 
 def learns(bias: Tensor | None) -> bool:
@@ -113,26 +166,6 @@ def learns(bias: Tensor | None) -> bool:
 
 
 # ---- quick calls -----------------------------------------------------------------------------------------------------
-
-
-def quick_call(layer: Layer, fits: Callable[[Tensor], bool], product: QuickCall) -> QuickCall:
-    """The product of inputs that fit, as long as the layer's weight and bias are these, and lie where they lie now."""
-    modules, parameters, weight, bias = layer._modules, layer._parameters, layer.weight, layer.bias
-    addresses, address, buffers = addresses_of(weight), 0 if bias is None else bias.data_ptr(), weight._buffers
-
-    def run(x: Tensor) -> Tensor | None:
-        if not fits(x) or forward_ad._current_level >= 0 or modules["weight"] is not weight:
-            return None
-        for name, at in addresses:
-            if buffers[name].data_ptr() != at:
-                return None
-        if parameters["bias"] is not bias:
-            return None
-        if bias is not None and (bias.data_ptr() != address or (bias.requires_grad and is_grad_enabled())):
-            return None
-        return product(x)
-
-    return run
 
 
 def quick_product(call: Bound, shape: tuple[int, ...]) -> QuickCall | None:
@@ -150,17 +183,16 @@ def quick_product(call: Bound, shape: tuple[int, ...]) -> QuickCall | None:
     return product
 
 
-def like(x: Tensor) -> Callable[[Tensor], bool]:
+def like(x: Tensor, *, any_rows: bool) -> Callable[[Tensor], bool]:
     """Whether an input is like this one: by type, shape, strides, device and whether it learns; and by the modes,
     autocast and transforms that torch's dispatcher sees. That is one call, not twice as long as asking for one of them.
+
+    any_rows   of the shape only the number of axes and the last one are looked at
     """
-    guard = _TensorGuards(x, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-    check: Callable[[Tensor], bool] = guard.check
+    shape, strides = [*[None] * (x.dim() - 1), *x.shape[-1:]], [None] * x.dim()
+    options = {"dynamic_dims_sizes": [shape], "dynamic_dims_strides": [strides]} if any_rows else _AS_IT_IS
+    check: Callable[[Tensor], bool] = _TensorGuards(x, **options).check
     return check
-
-
-def is_plain_float32(x: Tensor) -> bool:
-    return x.dtype is torch.float32 and x.is_contiguous() and not x.requires_grad
 
 
 def addresses_of(weight: PackedWeight) -> Addresses:

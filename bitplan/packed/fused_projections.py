@@ -34,7 +34,7 @@ from torch.compiler import is_dynamo_compiling
 from bitplan.base.errors import PlanError
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import has_decoder
-from bitplan.packed.bound_calls import QUICK, QuickCall, is_plain_float32, like, quick_call
+from bitplan.packed.bound_calls import QUICK, BoundCall, QuickCall
 from bitplan.packed.packed_weight import PackedWeight, join_waiting
 from bitplan.packed.product_strategy import INPUTS, input_type
 from bitplan.packed.products.fused import FusedMatmul, Prepared, fused_for
@@ -193,16 +193,16 @@ class JointProjection:
             self._unclaimed += 1
         if bound is None or y is None:
             return self._run_joined(x)
-        self._keep_quick(bound.product if is_plain_float32(x) else None, x)
+        self._forget_quick()
+        if bound.product is not None and bound.takes(x):
+            self._keep_quick(bound, bound.product, x)
         return y
 
-    def _keep_quick(self, whole: QuickCall | None, x: Tensor) -> None:
+    def _keep_quick(self, bound: BoundCall, whole: QuickCall, x: Tensor) -> None:
         """Let all layers give their parts of the whole product by quick calls, for inputs like this one."""
-        self._forget_quick()
-        if whole is not None:
-            fits, self._has_quick = like(x), True
-            for index, layer in enumerate(self.layers):
-                layer._bound[QUICK] = quick_call(layer, fits, self._quick_part(index, whole, x))
+        self._has_quick = True
+        for index, layer in enumerate(self.layers):
+            layer._bound[QUICK] = bound.quick_call(layer, x, self._quick_part(index, whole, x))
 
     def _quick_part(self, index: int, whole: QuickCall, like_x: Tensor) -> QuickCall:
         """The part of one layer of inputs like this one: the first layer computes all, the others take theirs."""

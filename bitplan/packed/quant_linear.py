@@ -391,6 +391,7 @@ class QuantLinear(nn.Module):
             return
         bound: Bound | None = None
         key: Hashable = (x.shape, x.dtype)
+        sizes: tuple[int, int] | None = None
         if picked.strategy == "fused":
             fused = fused_for(x.device.type, self._inputs)
             assert fused is not None
@@ -398,12 +399,13 @@ class QuantLinear(nn.Module):
         elif picked.strategy in ("decode", "fp8") and (self.cache is None or self.strategy == picked.strategy):
             bind = _bound_fp8 if picked.strategy == "fp8" else _bound_decode
             bound = bind(self.weight.encoded, x.dtype, self.bias, self._inputs)
-            key = ((x.numel() // self.in_features - 1).bit_length(), x.dtype)
+            bits = (x.numel() // self.in_features - 1).bit_length()
+            key, sizes = (bits, x.dtype), (self.in_features << bits >> 1 if bits else 0, self.in_features << bits)
         if bound is not None:
             if len(self._bound) >= _PICKS_KEPT:
                 self._bound.clear()
             shape = (*x.shape[:-1], self.out_features)
-            self._bound[key] = bound_call(bound, shape, self, picked)
+            self._bound[key] = bound_call(bound, shape, self, picked, sizes)
 
     def bind_product(self, x: Tensor) -> Bound:
         """The product for inputs of this shape [rows, inputs]: nothing is checked, so the layer must stay as it is."""
@@ -476,7 +478,10 @@ def _bound_decode(weight: Encoded, dtype: torch.dtype, bias: Tensor | None, inpu
 
 
 def _bound_fp8(weight: Encoded, _dtype: torch.dtype, bias: Tensor | None, _inputs: str | None) -> Bound:
-    return lambda x, _shape: fp8_linear(x, weight, bias)
+    def product(x: Tensor, _shape: Any = None) -> Tensor:
+        return fp8_linear(x, weight, bias)
+
+    return product
 
 
 def _teach_compiler() -> bool:

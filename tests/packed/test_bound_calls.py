@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("numba")
 
+from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
-from bitplan.packed import bound_calls
+from bitplan.packed import bound_calls, quant_linear
 from bitplan.packed.bound_calls import QUICK
 from bitplan.packed.fused_projections import JointProjection
 from bitplan.packed.packed_weight import PackedWeight
@@ -88,6 +90,72 @@ def test_products_with_more_than_bytes_in_them_have_no_quick_call(quick: list[st
     assert not quick
 
 
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Decoded products on a pretended GPU, bound as there; the rows of each one."""
+    ran: list[int] = []
+
+    def bind(encoded: Encoded, dtype: torch.dtype, compute: Any, bias: Tensor | None) -> Any:
+        def product(x: Tensor, _shape: Any = None) -> Tensor:
+            ran.append(x.numel() // x.shape[-1])
+            made: Tensor = compute(x, decode(encoded, dtype), bias)
+            return made
+
+        return product
+
+    monkeypatch.setattr(quant_linear, "bind_with_numbers", bind)
+    return ran
+
+
+def of_decoded(*, bias: bool = False) -> QuantLinear:
+    layer = prepared(bias=bias, strategy="decode")
+    assert layer._bound.get(QUICK) is not None
+    return layer
+
+
+def test_a_decoded_weight_has_one_quick_call_for_all_rows_of_a_pick(decoded: list[int]) -> None:
+    layer = of_decoded()
+    with torch.no_grad():
+        layer(normal(1, 5, 128))
+        layer(normal(1, 5, 128))
+        quick = layer._bound[QUICK]
+        for rows, is_quick in ((5, True), (8, True), (7, True), (4, False), (9, False), (0, False)):
+            x, turned = normal(1, rows, 128), normal(1, 128, rows).mT
+            decoded.clear()
+            assert (quick(x) is not None) == (quick(turned) is not None) == is_quick, rows
+            assert decoded == [rows, rows] * is_quick
+            assert torch.equal(layer(x), right(layer, x))
+        assert quick(normal(5, 128)) is quick(normal(1, 5, 64)) is quick(normal(1, 5, 128).double()) is None
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert quick(normal(1, 5, 128)) is None
+    x = nn.Parameter(normal(1, 1, 128))
+    layer(x).sum().backward()
+    assert x.grad is not None
+
+
+@pytest.mark.parametrize("strategy", ["decode", "fp8"])
+def test_a_quick_call_of_parts_notices_what_changes(decoded: list[int], strategy: str) -> None:  # noqa: ARG001
+    for change in CHANGES:
+        layer, x = prepared(bias=True), normal(1, 1, 128)
+        calls: list[str] = []
+
+        def numbers(x: Tensor, _shape: Any, layer: QuantLinear = layer, calls: list[str] = calls) -> Tensor:
+            calls.append("quick")
+            return torch.nn.functional.linear(x, decode(layer.weight.encoded), layer.bias)
+
+        picked = layer.explain(1)
+        call = bound_calls.bound_call(numbers, (1, 1, 64), layer, replace(picked, strategy=strategy))
+        with torch.no_grad():
+            quick = call.quick_for(layer, x)
+            assert quick is not None
+            assert quick(x) is not None
+            change(layer)
+            calls.clear()
+            keeps = change in (_write_bias, _round_inputs) or (strategy == "decode" and change is _write_part)
+            assert (quick(x) is not None) == keeps, change
+            assert bool(calls) == keeps
+
+
 def _set_part(layer: QuantLinear) -> None:
     layer.weight.data = layer.weight.data.flip(0).contiguous()
 
@@ -150,9 +218,14 @@ CHANGES = [
 ]
 
 
+@pytest.mark.parametrize("strategy", ["auto", "decode"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_changes_is_noticed(change: Callable[[QuantLinear], None]) -> None:
-    layer, x = prepared(bias=True), normal(1, 1, 128)
+def test_what_changes_is_noticed(
+    change: Callable[[QuantLinear], None],
+    strategy: str,
+    decoded: list[int],  # noqa: ARG001
+) -> None:
+    layer, x = prepared(bias=True, strategy=strategy), normal(1, 1, 128)
     with torch.no_grad():
         before = layer(x)
         assert layer._bound[QUICK] is not None

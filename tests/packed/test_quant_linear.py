@@ -490,7 +490,7 @@ def test_a_decoded_call_costs_the_host_few_calls(monkeypatch: pytest.MonkeyPatch
     numbers = torch.randn(64, 64)
 
     def bind(_weight: Any, _dtype: torch.dtype, compute: Any, bias: Any) -> Any:
-        return lambda x, _shape: compute(x, numbers, bias)
+        return lambda x, _shape=None: compute(x, numbers, bias)
 
     monkeypatch.setattr(quant_linear, "bind_with_numbers", bind)
     layer = QuantLinear(encode(numbers, "int8_row"), strategy="decode")
@@ -502,7 +502,7 @@ def test_a_decoded_call_costs_the_host_few_calls(monkeypatch: pytest.MonkeyPatch
 
     x = torch.randn(2, 150, 64)
     with torch.no_grad():
-        for given in (x, x[:, :140], x[:, :140]):  # bound, found by its number of rows, then by its shape
+        for given in (x, x):  # bound, then made quick for all inputs of about as many rows
             layer(given)
         sys.setprofile(watch)
         try:
@@ -511,4 +511,4 @@ def test_a_decoded_call_costs_the_host_few_calls(monkeypatch: pytest.MonkeyPatch
             sys.setprofile(None)
     assert torch.equal(y, torch.nn.functional.linear(x[:, :140].contiguous(), numbers))
     assert "_forward" not in calls
-    assert len(calls) <= 7, calls
+    assert len(calls) <= 6, calls
