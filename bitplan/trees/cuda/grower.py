@@ -8,7 +8,6 @@ lie before they are moved.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -20,7 +19,7 @@ from bitplan.base.loops.launch import PreparedLaunch, compile_ahead
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.cuda import kernels, waves
 from bitplan.trees.cuda.binning import CudaBins, copy_bins
-from bitplan.trees.cuda.judge import Nodes, TorchJudge
+from bitplan.trees.cuda.judge import Judge, Launches
 from bitplan.trees.cuda.limits import check_memory, table_bytes
 from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, CudaGradients, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
@@ -35,17 +34,6 @@ WAVE = 32  # nodes at most
 BLOCK = 1024  # rows that are partitioned together
 ADDERS, PARTERS = 2, 6  # programs on each processor: of 512 threads and 64 registers; of PART_WARPS
 PART_WARPS = 8
-LEAST_WIDE = 256  # features that are compared at once, so that few widths have a kernel of their own
-
-
-@dataclass
-class WaveSteps:
-    """The launches of a wave, in their order."""
-
-    part_rows: PreparedLaunch
-    add_rows: PreparedLaunch
-    judge_features: PreparedLaunch
-    pick_features: PreparedLaunch
 
 
 class CudaTreeGrower(TreeGrower):
@@ -61,33 +49,28 @@ class CudaTreeGrower(TreeGrower):
         self._wave = min(WAVE, triton.next_power_of_2(leaves))
         self._slots = 2 * leaves + 2
         self._most_parts = triton.next_power_of_2(self._slots)
-        needed = table_bytes(data.rows, self._features, self._slots)
-        check_memory(device, data.rows, self._features, needed)
-        self._sides = self._empty(2 * data.rows, torch.int64)
-        self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS, torch.int64)
-        self._gains = self._empty(2 * self._wave * self._features, torch.float64)
-        self._best_splits = self._empty(2 * self._wave * self._features * kernels.FOUND, torch.int64)
-        self._result = self._empty(2 * self._wave * waves.RESULT, torch.int64)
-        self._table = self._empty((self._wave + 1) * waves.COLUMNS, torch.int64)
-        pinned = device.type == "cuda"
-        self._host_table = torch.zeros((self._wave + 1, waves.COLUMNS), dtype=torch.int64, pin_memory=pinned)
-        self._host_result = torch.zeros((2 * self._wave, waves.RESULT), dtype=torch.int64, pin_memory=pinned)
-        self._bin_counts = torch.from_numpy(bins.counts).to(device)
-        self._feature_groups = torch.zeros_like(self._bin_counts)
-        self._numbers_there = torch.zeros(2 + 5, dtype=torch.float64, device=device)
-        has_sets = bool(np.any(bins.is_category))
-        self._judge_there = TorchJudge(bins, rules, self._monotone, device) if has_sets or rules.numbers[-1] else None
-        self._host_sets = torch.zeros((self._wave, kernels.BINS), dtype=torch.uint8, pin_memory=pinned)
-        self._sets = torch.zeros_like(self._host_sets, device=device)
-        self._found_sets: Array | None = None  # of each node of the last wave's result
-        self.steps = self._prepare()
+        sets = 2 * self._wave * int(np.count_nonzero(bins.is_category))
+        check_memory(device, data.rows, self._features, table_bytes(data.rows, self._features, self._slots, sets))
+        self._sides = self._empty(2 * data.rows)
+        self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS)
+        self._judge_there = Judge(bins, rules, self._monotone, self._wave, device)
+        # What goes to the card before a wave, and what comes back, each by one copy.
+        words = kernels.BINS // 8 if self._has_categories else 1  # of a set
+        self._ends_at = (self._wave + 1) * waves.COLUMNS
+        self._sets_at, self._found_sets_at = self._ends_at + 4 * self._wave, 2 * self._wave * waves.RESULT
+        sizes = self._sets_at + self._wave * words, self._found_sets_at + 2 * self._wave * words
+        self._given, self._result = (self._empty(size) for size in sizes)
+        self._host_given, self._host_result = (
+            torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for size in sizes
+        )
+        self._launches = self._prepare()
         self._compile()
         self._loops: Array | None = None
         chunk = kernels.TILE * kernels.TILES
-        self._sizes = BLOCK, chunk, self._groups, self.steps.add_rows.grid[0]
+        self._sizes = BLOCK, chunk, self._groups, self._programs(ADDERS)
 
-    def _empty(self, size: int, kind: torch.dtype) -> Tensor:
-        return torch.empty(size, dtype=kind, device=self._device)
+    def _empty(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int64, device=self._device)
 
     def _programs(self, of_each: int) -> int:
         """The programs of a grid that fills the card."""
@@ -95,46 +78,38 @@ class CudaTreeGrower(TreeGrower):
             return 2
         return of_each * int(torch.cuda.get_device_properties(self._device).multi_processor_count)
 
-    def _prepare(self) -> WaveSteps:
-        features, wave = self._features, self._wave
-        sizes = self._count, features
+    def _prepare(self) -> Launches:
+        """The launches of a wave, in their order, with what each gets."""
+        wave, sizes = self._wave, (self._count, self._features)
         shared = {"SHARED": kernels.HAS_SHARED_ATOMICS, "TILE": kernels.TILE, "TILES": kernels.TILES}
-        return WaveSteps(
-            PreparedLaunch(
-                kernels.part_rows,
-                (self._programs(PARTERS),),
-                (*sizes, self._width),
-                {"K": wave, "BLOCK": BLOCK, "SETS": self._has_categories},
-                num_warps=PART_WARPS,
-            ),
-            PreparedLaunch(
-                kernels.add_rows,
-                (self._programs(ADDERS),),
-                (*sizes, self._groups),
-                {"WIDTH": self._width, "K": wave, **shared},
-                num_warps=16,
-            ),
-            PreparedLaunch(
-                kernels.judge_features,
-                (wave * features,),
-                (features,),
-                {"K": wave, "HAS_L1": self._rules.l1 > 0},
-                num_warps=2,
-                enable_fp_fusion=False,
-            ),
-            PreparedLaunch(
-                kernels.pick_features,
-                (2 * wave,),
-                (features,),
-                {"K": wave, "WIDE": max(triton.next_power_of_2(features), LEAST_WIDE)},
-                num_warps=1,
-                enable_fp_fusion=False,
-            ),
+        part_rows = PreparedLaunch(
+            kernels.part_rows,
+            (self._programs(PARTERS),),
+            (*sizes, self._width),
+            {"K": wave, "BLOCK": BLOCK, "SETS": self._has_categories},
+            num_warps=PART_WARPS,
         )
+        add_rows = PreparedLaunch(
+            kernels.add_rows,
+            (self._programs(ADDERS),),
+            (*sizes, self._groups),
+            {"WIDTH": self._width, "K": wave, **shared},
+            num_warps=16,
+        )
+        table, panels = self._given[: self._ends_at], self._panels
+        bounds = self._given[self._ends_at : self._sets_at].view(torch.float64)
+        sets, found_sets = (
+            words.view(torch.uint8) for words in (self._given[self._sets_at :], self._result[self._found_sets_at :])
+        )
+        return [
+            (part_rows, (table, self._sides, panels, self._pool, sets)),
+            (add_rows, (table, self._sides, panels.view(torch.int64), self._pool)),
+            *self._judge_there.launches(table, self._pool, bounds, self._result[: self._found_sets_at], found_sets),
+        ]
 
     def _compile(self) -> None:
         """Begin to compile what a tree launches; see `base.loops.launch.compiling_together`."""
-        for step, pointers in self._launches():
+        for step, pointers in self._launches:
             step.compile(*pointers)
 
     # ---- a tree ------------------------------------------------------------------------------------------------------
@@ -182,10 +157,7 @@ class CudaTreeGrower(TreeGrower):
         """Copy to the GPU what judging needs to know of this tree."""
         groups = np.zeros(self._features, np.int64)
         groups[columns] = self._by_feature[columns, split.FEATURE_GROUPS]
-        rules = self._rules
-        rest = rules.l1, rules.l2, rules.min_child_weight, rules.min_child_rows, rules.min_gain
-        self._feature_groups.copy_(torch.from_numpy(groups))
-        self._numbers_there.copy_(torch.tensor([*self._scales, *rest], dtype=torch.float64))
+        self._judge_there.begin(groups, self._scales)
 
     def _enter(self, gradients: Gradients | CudaGradients, rows: Array | range) -> None:
         """Write entries of all rows into the first side of the entries."""
@@ -196,17 +168,30 @@ class CudaTreeGrower(TreeGrower):
 
     # ---- waves -------------------------------------------------------------------------------------------------------
 
+    @property
+    def _wave_table(self) -> Array:
+        """Of the next wave, on the host: a row for each node, see `waves`."""
+        table: Array = self._host_given[: self._ends_at].numpy().reshape(-1, waves.COLUMNS)
+        return table
+
+    @property
+    def _wave_result(self) -> Array:
+        """Of the last wave, on the host: a row for each child, see `waves`."""
+        result: Array = self._host_result[: self._found_sets_at].numpy().reshape(-1, waves.RESULT)
+        return result
+
     def _judge_root(self, rows: int) -> Array:
         """The root's best split, into the tables; its sums."""
         self._free[-1] -= 1
         slot = int(self._free[self._free[-1]])
-        waves.root_wave(self._host_table.numpy(), rows, slot, self._sizes)
-        growth = self._growth
-        self._run_wave(growth.reals[[[0, 0]], split.LOW : split.HIGH + 1])
-        result = self._host_result.numpy()[0]
+        waves.root_wave(self._wave_table, rows, slot, self._sizes)
+        growth, root = self._growth, np.array([[0, -1]])
+        self._send_bounds(root)
+        self._run_wave()
+        result = self._wave_result[0]
         waves.note_root(result, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
         growth.nodes[0, split.SLOT] = slot
-        self._note_sets(np.array([[0, -1]]))
+        self._note_sets(root)
         sums: Array = result[waves.RESULT_NODE :]
         return sums
 
@@ -215,12 +200,11 @@ class CudaTreeGrower(TreeGrower):
         growth = self._growth
         tables = growth.nodes, growth.reals, growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         wave = np.zeros((self._wave, 2), np.int64)
-        result, table = self._host_result.numpy(), self._host_table.numpy()
+        result, table = self._wave_result, self._wave_table
         if self._loops is None:
             self._loops = waves.addresses(growth, self._monotone, self._scales, self._numbers)
-        done = 0
+        done, children = 0, np.empty((0, 2), np.int64)
         while True:
-            children = self._children(wave[:done])
             done = waves.next_wave(
                 self._loops,
                 (*tables, growth.best_first),
@@ -240,10 +224,13 @@ class CudaTreeGrower(TreeGrower):
             self._note_sets(children)
             if not done:
                 return
-            nodes = wave[:done, waves.NODE]
+            if self._has_categories or self._judge_there.is_monotone:
+                children = self._children(wave[:done])
+                self._send_bounds(children)
             if self._has_categories:
-                self._host_sets.numpy()[:done] = growth.goes_left[nodes]
-            self._run_wave(growth.reals[self._children(wave[:done]), split.LOW : split.HIGH + 1])
+                sets = self._host_given[self._sets_at :].view(torch.uint8).numpy().reshape(-1, kernels.BINS)
+                sets[:done] = growth.goes_left[wave[:done, waves.NODE]]
+            self._run_wave()
 
     def _children(self, wave: Array) -> Array:
         """The smaller child and the larger of each node of a wave, (nodes, 2); -1: neither can be split."""
@@ -251,73 +238,28 @@ class CudaTreeGrower(TreeGrower):
         first = self._growth.nodes[nodes, split.CHILD]
         return np.where(small[:, None] < 0, -1, np.column_stack([small, 2 * first + 1 - small]))
 
+    def _send_bounds(self, children: Array) -> None:
+        """Put the bounds of children's values where the next wave takes them from; -1: no child."""
+        bounds = self._host_given[self._ends_at : self._sets_at].view(torch.float64).numpy().reshape(-1, 2)
+        bounds[: children.size] = self._growth.reals[children.reshape(-1), split.LOW : split.HIGH + 1]
+
     def _note_sets(self, children: Array) -> None:
         """Copy the last wave's sets of categories into the tree's tables."""
-        growth, sets = self._growth, self._found_sets
-        if sets is None or not self._has_categories:
+        if not self._has_categories:
             return
-        for index, child in enumerate(children.reshape(-1).tolist()):
-            if child >= 0 and growth.nodes[child, split.BIN] < 0:
-                growth.goes_left[child] = sets[index]
+        growth, children = self._growth, children.reshape(-1)
+        is_set = (children >= 0) & (growth.nodes[children, split.BIN] < 0)
+        sets = self._host_result[self._found_sets_at :].view(torch.uint8).numpy().reshape(-1, kernels.BINS)
+        growth.goes_left[children[is_set]] = sets[: len(children)][is_set]
 
-    def _run_wave(self, bounds: Array) -> None:
-        """Launch the steps of a wave and wait for its result; bounds of the children's values, (nodes, 2, 2)."""
-        self._table.copy_(self._host_table.view(-1), non_blocking=True)
-        self._sets.copy_(self._host_sets, non_blocking=True)
-        for step, pointers in self._launches():
+    def _run_wave(self) -> None:
+        """Launch the steps of a wave and wait for its result."""
+        self._given.copy_(self._host_given, non_blocking=True)
+        for step, pointers in self._launches:
             step(*pointers)
-        if self._judge_there is not None:
-            self._find_splits(self._judge_there, bounds)
-        self._host_result.view(-1).copy_(self._result, non_blocking=True)
+        self._host_result.copy_(self._result, non_blocking=True)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
-
-    def _find_splits(self, torch_judge: TorchJudge, bounds: Array) -> None:
-        """Find splits that the kernels do not judge, from histograms; categories' sets go to the host."""
-        table = self._host_table.numpy()[:-1]
-        small, large = table[:, waves.SMALL_SLOT], table[:, waves.LARGE_SLOT]
-        small_rows = np.flatnonzero(small >= 0)
-        pairs = np.flatnonzero(large >= 0)  # a root has no other child
-        if not len(small_rows):
-            return
-        pool = self._pool.view(self._slots, self._features, kernels.BINS, -1)
-        cells = self._cells(pool[torch.from_numpy(small[small_rows]).to(self._device)])
-        if len(pairs):
-            slots = torch.from_numpy(large[pairs]).to(self._device)
-            pool[slots] -= pool[torch.from_numpy(small[pairs]).to(self._device)]
-            cells = torch.cat([cells, self._cells(pool[slots])])
-        rows = np.concatenate([2 * small_rows, 2 * pairs + 1])
-        groups = torch.from_numpy(np.concatenate([table[small_rows, waves.GROUPS], table[pairs, waves.GROUPS]]))
-        allowed = (groups.to(self._device)[:, None] & self._feature_groups) != 0
-        ends = np.concatenate([bounds[small_rows, 0], bounds[pairs, 1]])
-        nodes = Nodes(cells, allowed, torch.from_numpy(ends).to(self._device))
-        grad_scale, hess_scale = self._scales.tolist()
-        result, sets = torch_judge.find(nodes, (grad_scale, hess_scale))
-        self._result.view(-1, waves.RESULT)[torch.from_numpy(rows).to(self._device)] = result
-        if self._has_categories:
-            self._found_sets = np.zeros((2 * self._wave, kernels.BINS), np.uint8)
-            self._found_sets[rows] = sets.cpu().numpy()
-
-    def _cells(self, pool: Tensor) -> Tensor:
-        """Gradients, hessians and rows of some histograms."""
-        both, hess = pool[..., 0], pool[..., 1]
-        return torch.stack([both >> kernels.CELL_SHIFT, hess, both & kernels.MOST_ROWS], -1)
-
-    def _launches(self) -> list[tuple[PreparedLaunch, tuple[Tensor, ...]]]:
-        """The steps of a wave, with what each gets."""
-        steps, panels, judged = self.steps, self._panels, (self._gains, self._best_splits)
-        launches: list[tuple[PreparedLaunch, tuple[Tensor, ...]]] = [
-            (steps.part_rows, (self._table, self._sides, panels, self._pool, self._sets)),
-            (steps.add_rows, (self._table, self._sides, panels.view(torch.int64), self._pool)),
-        ]
-        if self._judge_there is not None:
-            return launches
-        judging = self._bin_counts, self._feature_groups, self._numbers_there
-        return [
-            *launches,
-            (steps.judge_features, (self._table, self._pool, *judging, *judged)),
-            (steps.pick_features, (self._table, *judged, self._result)),
-        ]
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -1,7 +1,6 @@
-"""Triton kernels that expand a wave of leaves: partition their rows, sum histograms, find the best splits.
+"""Triton kernels that expand a wave of leaves: partition their rows, sum histograms; `judge` then finds their splits.
 
-Everything that decides is an integer until a split is judged, and then the arithmetic is that of `trees.loops.split`,
-operation by operation (launches pass `enable_fp_fusion=False`): the trees are those of the CPU, to the bit.
+Everything here is an integer: the sums are those of the CPU.
 
 `table` says what a wave does: a row for each of up to K nodes, then a row for all of them. Grids are fixed; programs
 take blocks of rows, or segments of a histogram, in turn.
@@ -28,12 +27,9 @@ from bitplan.trees.cuda.waves import (
     FEATURE,
     FIRST_BLOCK,
     FIRST_SEGMENT,
-    GROUPS,
-    LARGE_SLOT,
     LEFTS,
     MISSING_LEFT,
     NODES,
-    RESULT,
     RIGHTS,
     SEGMENT_ROWS,
     SEGMENTS,
@@ -54,23 +50,16 @@ GROUP_BYTES = 16
 CELL_SHIFT = 28  # rows of a tree are fewer than 2^28, and 2^35 / 127 is more than that
 MOST_ROWS = 2**CELL_SHIFT - 1
 TILE, TILES = 512, 7  # rows of a tile; tiles until the 12 bits of a row count are full
-# Columns of `found`, by node and feature
-PLACE, TO_LEFT, LEFT_BOTH, LEFT_HESS, ALL_BOTH, ALL_HESS, FOUND = range(7)
-# Places in `numbers`
-GRAD_SCALE, HESS_SCALE, L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN = range(7)
 
-_BINS, _BYTES, _SHIFT, _COLUMNS, _FOUND, _RESULT = (
-    tl.constexpr(each) for each in (BINS, GROUP_BYTES, CELL_SHIFT, COLUMNS, FOUND, RESULT)
-)
-_MISSING, _ROW, _COUNT = tl.constexpr(255), tl.constexpr(0xFFFFFFFF), tl.constexpr(MOST_ROWS)
+_BINS, _BYTES, _SHIFT, _COLUMNS = (tl.constexpr(each) for each in (BINS, GROUP_BYTES, CELL_SHIFT, COLUMNS))
+_MISSING, _ROW = tl.constexpr(255), tl.constexpr(0xFFFFFFFF)
 _START, _STOP, _SIDE = (tl.constexpr(each) for each in (START, STOP, SIDE))
 _FEATURE, _BIN, _MISSING_LEFT = (tl.constexpr(each) for each in (FEATURE, BIN, MISSING_LEFT))
 _FIRST_BLOCK, _FIRST_SEGMENT = tl.constexpr(FIRST_BLOCK), tl.constexpr(FIRST_SEGMENT)
 _SMALL_START, _SMALL_STOP, _SMALL_SIDE = (tl.constexpr(each) for each in (SMALL_START, SMALL_STOP, SMALL_SIDE))
-_SMALL_SLOT, _LARGE_SLOT, _GROUPS = (tl.constexpr(each) for each in (SMALL_SLOT, LARGE_SLOT, GROUPS))
+_SMALL_SLOT = tl.constexpr(SMALL_SLOT)
 _LEFTS, _RIGHTS, _NODES, _BLOCKS = (tl.constexpr(each) for each in (LEFTS, RIGHTS, NODES, BLOCKS))
 _SEGMENTS, _SEGMENT_ROWS = tl.constexpr(SEGMENTS), tl.constexpr(SEGMENT_ROWS)
-NOISE = tl.constexpr(1e-12)  # as `trees.loops.split` has it
 SHARED_CELLS = tl.constexpr(4096)  # of 4 bytes: 16 features
 
 
@@ -291,140 +280,6 @@ def add_rows(
                     tl.atomic_add(to, both, mask=used, sem="relaxed")
                     tl.atomic_add(to + 1, hess, mask=used, sem="relaxed")
                     feature = tl.where(feature == WIDTH - 1, 0, feature + 1)
-
-
-# ---- splits ----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _quotient(over, under):
-    """over / under of numbers that are not below zero; by zero it is infinity, and 0 / 0 is below every gain."""
-    whole = over / tl.where(under == 0.0, 1.0, under)
-    return tl.where(under == 0.0, tl.where(over > 0.0, float("inf"), float("-inf")), whole)
-
-
-@triton.jit
-def _side_gain(grad, hess, l1, l2, HAS_L1: tl.constexpr):
-    shrunk = tl.abs(grad)
-    if HAS_L1:
-        shrunk = tl.where(shrunk > l1, shrunk - l1, 0.0)
-    return _quotient(shrunk * shrunk, hess + l2)
-
-
-@triton.jit
-def _best_place(both, hess, bins, count, allowed, numbers_ptr, gain_ptr, found_ptr, HAS_L1: tl.constexpr):
-    """The best split of a node by one feature, where `trees.loops.split.judge` finds it."""
-    grad_scale, hess_scale = tl.load(numbers_ptr), tl.load(numbers_ptr + 1)
-    l1, l2, least_weight = tl.load(numbers_ptr + 2), tl.load(numbers_ptr + 3), tl.load(numbers_ptr + 4)
-    least_rows, min_gain = tl.load(numbers_ptr + 5).to(tl.int64), tl.load(numbers_ptr + 6)
-    all_both, all_hess = tl.sum(both, 0), tl.sum(hess, 0)
-    all_grad, all_rows = all_both >> _SHIFT, all_both & _COUNT
-    node_grad, node_hess = all_grad.to(tl.float64) * grad_scale, all_hess.to(tl.float64) * hess_scale
-    before = tl.where(node_hess + l2 > 0.0, _side_gain(node_grad, node_hess, l1, l2, HAS_L1), 0.0)
-    noise = tl.abs(before) * NOISE
-    least = tl.where(min_gain > noise, min_gain, noise)
-    is_missing = bins == _MISSING
-    missing_both = tl.sum(tl.where(is_missing, both, 0), 0)
-    missing_hess = tl.sum(tl.where(is_missing, hess, 0), 0)
-    has_missing = (missing_both & _COUNT) > 0
-    lefts, left_weights = tl.cumsum(tl.where(is_missing, 0, both), 0), tl.cumsum(tl.where(is_missing, 0, hess), 0)
-    best, best_place, best_turn = least * 0.0, 0, 0
-    for turn in range(2):  # not unrolled: half the time to compile
-        lefts += tl.where(turn == 1, missing_both, 0)
-        left_weights += tl.where(turn == 1, missing_hess, 0)
-        limit = tl.where(has_missing, count - turn, count - 1)
-        rows, grad = lefts & _COUNT, lefts >> _SHIFT
-        left, right = grad.to(tl.float64) * grad_scale, (all_grad - grad).to(tl.float64) * grad_scale
-        left_hess = left_weights.to(tl.float64) * hess_scale
-        right_hess = (all_hess - left_weights).to(tl.float64) * hess_scale
-        left_all, right_all = left_hess + l2, right_hess + l2
-        if HAS_L1:
-            gain = _side_gain(left, left_hess, l1, l2, HAS_L1) + _side_gain(right, right_hess, l1, l2, HAS_L1)
-        else:
-            gain = _quotient(left * left * right_all + right * right * left_all, left_all * right_all)
-        valid = (bins < limit) & (rows >= least_rows) & (all_rows - rows >= least_rows) & (gain == gain)
-        valid = valid & (left_hess >= least_weight) & (right_hess >= least_weight)
-        valid = valid & (left_all > 0.0) & (right_all > 0.0) & allowed & (has_missing | (turn == 0))
-        gain = tl.where(valid, gain, float("-inf"))
-        place = tl.argmax(gain, 0)
-        beyond = tl.max(gain, 0) - before
-        is_better = (beyond > least) & (beyond > best)
-        best = tl.where(is_better, beyond, best)
-        best_place = tl.where(is_better, place, best_place)
-        best_turn = tl.where(is_better, turn, best_turn)
-    # the prefix sums as they are now have the missing rows
-    at_place = bins == best_place
-    left_both, left_hess = tl.sum(tl.where(at_place, lefts, 0), 0), tl.sum(tl.where(at_place, left_weights, 0), 0)
-    left_both = tl.where(best_turn == 1, left_both, left_both - missing_both)
-    left_hess = tl.where(best_turn == 1, left_hess, left_hess - missing_hess)
-    larger_left = (2 * (left_both & _COUNT) >= all_rows).to(tl.int32)
-    tl.store(gain_ptr, best)
-    tl.store(found_ptr, best_place)
-    tl.store(found_ptr + 1, tl.where(has_missing, best_turn, larger_left).to(tl.int64))
-    tl.store(found_ptr + 2, left_both)
-    tl.store(found_ptr + 3, left_hess)
-    tl.store(found_ptr + 4, all_both)
-    tl.store(found_ptr + 5, all_hess)
-
-
-@triton.jit(do_not_specialize=["features"])
-def judge_features(
-    table_ptr,
-    pool_ptr,
-    counts_ptr,
-    groups_ptr,
-    numbers_ptr,
-    gains_ptr,
-    found_ptr,
-    features,
-    K: tl.constexpr,
-    HAS_L1: tl.constexpr,
-):
-    """One feature's best splits of both children of a node; the parent's cells become those of the larger child."""
-    node, feature = tl.program_id(0) // features, tl.program_id(0) % features
-    of = table_ptr + node * _COLUMNS
-    slot, rest = tl.load(of + _SMALL_SLOT), tl.load(of + _LARGE_SLOT)
-    if (node < tl.load(table_ptr + K * _COLUMNS + _NODES)) & (slot >= 0):
-        bins = tl.arange(0, _BINS)
-        count = tl.load(counts_ptr + feature).to(tl.int32)
-        allowed = (tl.load(groups_ptr + feature) & tl.load(of + _GROUPS)) != 0
-        cells = pool_ptr + (slot * features + feature) * (2 * _BINS) + 2 * bins
-        both, hess = tl.load(cells), tl.load(cells + 1)
-        out = 2 * node * features + feature
-        for side in range(2):
-            if (side == 0) | (rest >= 0):
-                if side == 1:
-                    cells = pool_ptr + (rest * features + feature) * (2 * _BINS) + 2 * bins
-                    both, hess = tl.load(cells) - both, tl.load(cells + 1) - hess
-                    tl.store(cells, both)
-                    tl.store(cells + 1, hess)
-                to = out + side * features
-                _best_place(
-                    both, hess, bins, count, allowed, numbers_ptr, gains_ptr + to, found_ptr + to * _FOUND, HAS_L1
-                )
-
-
-@triton.jit(do_not_specialize=["features"])
-def pick_features(table_ptr, gains_ptr, found_ptr, result_ptr, features, K: tl.constexpr, WIDE: tl.constexpr):
-    """Pick each node's feature of the largest gain, of equal gains the lowest, into the result."""
-    node = tl.program_id(0)
-    if node < 2 * tl.load(table_ptr + K * _COLUMNS + _NODES):
-        feature = tl.arange(0, WIDE)
-        gains = tl.load(gains_ptr + node * features + feature, mask=feature < features, other=0.0)
-        best, chosen = tl.max(gains, 0), tl.argmax(gains, 0)
-        found = found_ptr + (node * features + chosen) * _FOUND
-        result = result_ptr + node * _RESULT
-        left, whole = tl.load(found + 2), tl.load(found + 4)
-        tl.store(result, best.to(tl.int64, bitcast=True))
-        tl.store(result + 1, chosen.to(tl.int64))
-        tl.store(result + 2, tl.load(found))
-        tl.store(result + 3, tl.load(found + 1))
-        tl.store(result + 4, left >> _SHIFT)
-        tl.store(result + 5, tl.load(found + 3))
-        tl.store(result + 6, left & _COUNT)
-        tl.store(result + 7, whole >> _SHIFT)
-        tl.store(result + 8, tl.load(found + 5))
-        tl.store(result + 9, whole & _COUNT)
 
 
 HAS_SHARED_ATOMICS = not INTERPRETED.value

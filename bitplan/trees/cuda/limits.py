@@ -32,9 +32,9 @@ def refuse_unsupported(precision: GradientPrecision, processes: int) -> None:
     raise TreesError(f"device='cuda': {wrong[0]} are not supported there; {wrong[1]}")
 
 
-def table_bytes(rows: int, features: int, slots: int) -> int:
-    """Bytes beside the bins: two sides of entries, histograms."""
-    return rows * 2 * 8 + slots * features * BINS * 16
+def table_bytes(rows: int, features: int, slots: int, ordered: int) -> int:
+    """Bytes beside the bins: two sides of entries, histograms, and those of categories in order."""
+    return rows * 2 * 8 + slots * features * BINS * 16 + ordered * BINS * 18
 
 
 def check_memory(device: torch.device, rows: int, features: int, needed: int) -> None:

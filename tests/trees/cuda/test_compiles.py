@@ -17,12 +17,12 @@ import re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from bitplan.trees.cuda import binning, kernels, predict, score_kernels
+from bitplan.trees.cuda import binning, judge, kernels, predict, score_kernels
 
-KINDS = dict(sets_ptr="*u8")
+KINDS = dict.fromkeys(("sets_ptr", "lefts_ptr", "ranks_ptr", "result_sets_ptr"), "*u8")
 KINDS |= dict(bins_ptr="*u8", columns_ptr="*u8", grads_ptr="*i8", hess_ptr="*u8", rows_ptr="*i32", gains_ptr="*fp64")
 KINDS |= dict.fromkeys(("numbers_ptr", "y_ptr", "scores_ptr", "weights_ptr", "values_ptr", "factor_ptr"), "*fp64")
-KINDS |= dict.fromkeys(("width", "groups", "trees", "outputs", "words"), "i32")
+KINDS |= dict(bounds_ptr="*fp64") | dict.fromkeys(("width", "groups", "trees", "outputs", "words", "sets"), "i32")
 KINDS |= dict.fromkeys(("rows", "features", "count", "blocks", "depth", "first", "row_stride", "feature_stride"), "i32")
 
 
@@ -33,7 +33,7 @@ def build(kernel, warps, **constants):
     floats |= dict(numbers_ptr="*i32") if kernel is score_kernels.walk_rows else {}
     floats |= dict(numbers_ptr="*fp32", limits_ptr="*fp64", bins_ptr="*u8") if kernel is binning.bin_numbers else {}
     floats |= dict(nodes_ptr="*i32", trees_ptr="*i32", bits_ptr="*i32", thresholds_ptr="*fp64")
-    known = KINDS | floats if kernel.fn.__module__ != kernels.__name__ else KINDS
+    known = KINDS | floats if kernel.fn.__module__ not in (kernels.__name__, judge.__name__) else KINDS
     kinds = {name: known.get(name, "*i64") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, kind in enumerate(kinds.values()) if kind.startswith("*")}
     signature = kinds | dict.fromkeys(constants, "constexpr")
@@ -44,8 +44,12 @@ def build(kernel, warps, **constants):
     return made.asm["ptx"]
 
 
-ptx = build(kernels.judge_features, 2, K=32, HAS_L1=False)
-assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx
+def check_exact(ptx):
+    assert "fma.rn.f64" not in ptx and "div.rn.f64" in ptx
+    assert ".local" not in ptx
+
+
+check_exact(build(judge.judge_features, 2, K=32, HAS_L1=False, MONOTONE=False, SETS=False))
 if sys.argv[1] == "all":
     shared = dict(K=32, SHARED=True, TILE=kernels.TILE, TILES=kernels.TILES)
     ptx = build(kernels.add_rows, 16, WIDTH=14, **shared)
@@ -53,8 +57,11 @@ if sys.argv[1] == "all":
     assert ".local" not in ptx
     for sets in (False, True):
         build(kernels.part_rows, 8, K=32, BLOCK=1024, SETS=sets)
-    build(kernels.pick_features, 1, K=32, WIDE=32)
-    build(kernels.judge_features, 2, K=32, HAS_L1=True)
+        build(judge.pick_features, 1, K=32, WIDE=256, SETS=sets)
+    check_exact(build(judge.order_sets, judge.ORDER_WARPS, K=32))
+    for has_l1, monotone in ((True, False), (False, True)):
+        check_exact(build(judge.judge_features, 2, K=32, HAS_L1=has_l1, MONOTONE=monotone, SETS=True))
+        check_exact(build(judge.judge_sets, 2, K=32, HAS_L1=has_l1, MONOTONE=monotone))
     build(kernels.lay_out, 4, BLOCK=1024)
     parts = dict(PARTS=512, BLOCK=1024)
     for kernel in (score_kernels.collect_rows, score_kernels.sum_leaves, score_kernels.add_values):
