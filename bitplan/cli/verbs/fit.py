@@ -98,15 +98,18 @@ def fit(
         )
     except KeyboardInterrupt:
         raise StoppedVerbError(what_is_left(out, out)) from None
-    if not plan_only:
-        write_report([out / "fit.json", out / "plan.json"], out / "report.html", title=f"{model.name}: {result.goal}")
+    path = out / ("plan-only.json" if plan_only else "plan.json")
+    if plan_only:  # plan.json is the one that was measured, for its own goal
+        result.plan.save(path)
+    else:
+        write_report([out / "fit.json", path], out / "report.html", title=f"{model.name}: {result.goal}")
     if as_json:
         show_json(result.to_document())
         return
-    show_fit(result, out)
+    show_fit(result, out, path)
 
 
-def show_fit(result: FitResult, out: Path) -> None:
+def show_fit(result: FitResult, out: Path, plan: Path) -> None:
     """Print a table of the plans, how the memory is used, warnings, and the commands to run next."""
     from bitplan.cli.verbs.search import kinds_columns, next_step, output_name
     from bitplan.searching.runtime_formats import target_of
@@ -140,7 +143,7 @@ def show_fit(result: FitResult, out: Path) -> None:
     goal, target = result.goal, target_of(result.goal.target)
     engine, output = goal.engine, output_name(target, result.model)
     kernels = () if engine.kernels is None else ("--engine", engine.kernels)
-    say(next_step(target, result.model, out, *kernels), divided=False)
+    say(next_step(target, result.model, out, *kernels, plan=plan), divided=False)
     command = engine.command(result.kv, goal, result.row.kv, output)
     if command is not None:
         say(f"run it: {command}", divided=False)

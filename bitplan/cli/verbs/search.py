@@ -194,17 +194,18 @@ def what_is_left(folder: Path, out: Path, *, force: bool = False) -> str:
     return f"{folder} has {contents}: the same command{how} goes on from there{earlier}"
 
 
-def next_step(target: Target, model: str, out: Path, *more: str) -> str:
+def next_step(target: Target, model: str, out: Path, *more: str, plan: Path | None = None) -> str:
     """A sentence with the command that applies the plan, as it can be pasted; `more` are its further words."""
     from bitplan.files.certificate import evidence_of_search
 
-    plan = out / "plan.json"
+    path = plan or out / "plan.json"
     if target.streamed:
-        loaded = f"bitplan.plan.Plan.load({str(plan)!r})"
+        loaded = f"bitplan.plan.Plan.load({str(path)!r})"
         return f'train with it: bitplan.stream_blocks(model, formats={loaded}, train="weights")'
     output = output_name(target, model)
     verb, to = ("quantize", []) if target.export is None else ("export", ["--to", target.export])
-    plan_words = [str(out)] if evidence_of_search(out) else [str(plan), "--evidence", str(out / "evidence.safetensors")]
+    whole = plan is None and evidence_of_search(out) is not None
+    plan_words = [str(out)] if whole else [str(path), "--evidence", str(out / "evidence.safetensors")]
     words = ["bitplan", verb, model, output, *to, "--plan", *plan_words, *more]
     return f"apply it: {shlex.join(words)}"
 

@@ -16,6 +16,7 @@ from bitplan.cli import run
 from bitplan.cli.verbs import fit as verb
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.kv_formats import KVFormats
+from bitplan.plan.plan import Plan
 from bitplan.searching import fit as fit_of_models
 from bitplan.searching import memory_probe
 from bitplan.searching.memory_probe import MemoryProbe, TokenTimes
@@ -101,6 +102,18 @@ def test_evidence_answers_for_another_context_as_one_document(shown, capsys):
     document = json.loads(capsys.readouterr().out)
     assert document["goal"]["context"] == 30 * 1024
     assert document["needed_bytes"] <= 24 * 10**9
+
+
+def test_the_command_that_follows_an_answer_from_evidence_applies_that_plan(shown, capsys):
+    assert shown
+    measured, memory = Path("fit/plan.json").read_bytes(), 24 * 10**9 + LEFT
+    words = [*example(), "--plan-only"]
+    words[words.index("--memory") + 1] = str(memory)
+    assert run(words) == 0, capsys.readouterr().err
+    applied = shlex.split(capsys.readouterr().out.rpartition("apply it: bitplan ")[2])
+    found = bitplan.fit("llama", goal={"memory": memory, "context": 32 * 1024}, out="fit", plan_only=True).plan
+    assert Plan.load(applied[applied.index("--plan") + 1]) == found != Plan.load("fit/plan.json")
+    assert Path("fit/plan.json").read_bytes() == measured
 
 
 def test_two_memories_are_answered_from_evidence_with_the_time_of_a_token(shown, capsys, monkeypatch):
