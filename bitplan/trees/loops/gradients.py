@@ -10,8 +10,7 @@ import math
 import numpy as np
 
 from bitplan.base.loops.atomics import fetch_add
-from bitplan.base.loops.vectors import prefetch
-from bitplan.trees.loops.compiling import compiled, inlined
+from bitplan.trees.loops.compiling import compiled, inlined, prefetch
 from bitplan.trees.loops.rows import first_of
 
 # ---- ranking ---------------------------------------------------------------------------------------------------------

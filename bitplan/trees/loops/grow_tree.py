@@ -16,8 +16,7 @@ import numpy as np
 
 from bitplan.base.loops.atomics import LINE, cycles, fetch_add, join, lock, meet, read, unlock, wait_for_change
 from bitplan.base.loops.jit import call_at, run_at
-from bitplan.base.loops.vectors import prefetch
-from bitplan.trees.loops.compiling import called, compiled, inlined
+from bitplan.trees.loops.compiling import called, compiled, inlined, prefetch
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
 from bitplan.trees.loops.nodes import (
     COMPLETE,

@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from bitplan.base.loops.vectors import load, number_at, prefetch, same_bits, store
-from bitplan.trees.loops.compiling import compiled, inlined
+from bitplan.base.loops.vectors import load, number_at, same_bits, store
+from bitplan.trees.loops.compiling import compiled, inlined, prefetch
 
 BINS = 256
 PANEL = 32  # features

@@ -10,8 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from bitplan.base.loops.addresses import read
-from bitplan.base.loops.vectors import count_below, prefetch
-from bitplan.trees.loops.compiling import compiled, inlined
+from bitplan.base.loops.vectors import count_below
+from bitplan.trees.loops.compiling import compiled, inlined, prefetch
 from bitplan.trees.loops.histogram import PANEL, ROW
 
 MISSING = 255
