@@ -331,10 +331,10 @@ class _Trainer:
     def _tree(self, of: tuple[TreeGrower, int], number: int, used: Array | range, unused: Array, rate: float) -> Tree:
         """Grow the tree of one output with this grower, and add its values to the scores."""
         grower, output = of
-        drawn_by = np.array([self._settings.seed, number, output], np.uint32)  # a list takes longer
-        words = np.random.SeedSequence(drawn_by).generate_state(2, np.uint64)
-        gradients = self._scores.prepare(output, int(words[0]) if self._settings.stochastic else None)
-        grown = grower.grow(gradients, used, self._sample_columns(int(words[1])))
+        keys = np.empty(2, np.uint64)
+        trees_gradients.draw_keys(self._settings.seed, number, output, keys)
+        gradients = self._scores.prepare(output, int(keys[0]) if self._settings.stochastic else None)
+        grown = grower.grow(gradients, used, self._sample_columns(int(keys[1])))
         values = self._scores.leaf_values(grown, output, gradients)
         tree = replace(grown.tree, leaf_value=values * rate, node_value=grown.tree.node_value * rate)
         self._scores.add(tree, grown, unused, output)

@@ -78,7 +78,7 @@ class GrowthRules:
 @dataclass(frozen=True)
 class Grown:
     """A tree whose leaf values are plain Newton steps; all rows, and where those of each leaf lie; of each node its
-    column of bins, and which of them go left. Rows lie in runs that rise: where each ends, and its leaf.
+    column of bins, and which bins go left. Rows lie in runs that rise: where each ends, and its leaf.
 
     The rows lie in space that the grower's next tree needs.
     """
@@ -88,9 +88,16 @@ class Grown:
     spans: Array  # (leaves, 2): first row and end
     leaf_bounds: Array
     columns: Array
-    left_bins: Array
+    goes_left: Array  # of all nodes that were made, by bin
+    made: Array  # of each node, its place there
     run_ends: Array
     run_leaves: Array
+
+    @property
+    def left_bins(self) -> Array:
+        """(nodes, bins); copied only when somebody asks, since few do."""
+        bins: Array = self.goes_left[self.made]
+        return bins
 
     @property
     def leaf_rows(self) -> list[Array]:
@@ -291,7 +298,7 @@ class TreeGrower:
         tables = growth.nodes, growth.reals, leaves, splits, self._scales, self._numbers, self._thresholds
         arguments = *tables, self._bins.features, children, numbers, integers, sides, values, spans, bounds
         queue.lay_out(*arguments)
-        (rows, columns), left_bins = integers, growth.goes_left[splits[:, queue.NODE]]
+        (rows, columns), made = integers, splits[:, queue.NODE]
         tree = Tree(
             feature=children[0],
             threshold=numbers[0],
@@ -302,20 +309,20 @@ class TreeGrower:
             node_value=numbers[2],
             node_weight=numbers[3],
             node_rows=rows,
-            categories=self._category_sets(columns, left_bins),
+            categories=self._category_sets(columns, growth.goes_left, made),
             leaf_value=values[0],
             leaf_weight=values[1],
             leaf_rows=spans[0],
         )
         entered = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        return Grown(tree, entered, spans[1:].T, bounds, columns, left_bins, *growth.runs())
+        return Grown(tree, entered, spans[1:].T, bounds, columns, growth.goes_left, made, *growth.runs())
 
-    def _category_sets(self, columns: Array, left_bins: Array) -> tuple[Array | None, ...]:
-        """Each node's categories that go left, from `left_bins` [nodes, bins]; None for other features."""
+    def _category_sets(self, columns: Array, goes_left: Array, made: Array) -> tuple[Array | None, ...]:
+        """Each node's categories that go left, as `Grown` has them; None for other features."""
         sets: list[Array | None] = [None] * len(columns)
         for node in np.flatnonzero(self._bins.is_category[columns]) if self._has_categories else ():
             categories = self._bins.edges[columns[node]]
-            sets[node] = categories[left_bins[node, : len(categories)].astype(np.bool_)]
+            sets[node] = categories[goes_left[made[node], : len(categories)].astype(np.bool_)]
         return tuple(sets)
 
 

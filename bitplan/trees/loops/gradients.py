@@ -6,10 +6,13 @@ LambdaRank's gradients, query by query, as LightGBM computes them.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
+from numba.core import types
 
 from bitplan.base.loops.atomics import fetch_add
+from bitplan.base.loops.vectors import define, same_bits
 from bitplan.trees.loops.compiling import compiled, inlined, prefetch
 from bitplan.trees.loops.rows import first_of
 
@@ -58,6 +61,36 @@ def lambdarank(scores, gains, weights, starts, first, last, order, discounts, pe
 
 
 U = np.uint64
+
+
+@inlined
+def _hashed(value, constant):  # type: ignore[no-untyped-def]
+    word = (value * constant) & U(0xFFFFFFFF)
+    return word ^ (word >> U(16))
+
+
+@compiled
+def draw_keys(seed, number, output, keys):  # type: ignore[no-untyped-def]
+    """What `numpy.random.SeedSequence([seed, number, output]).generate_state` gives, in a tenth of its time."""
+    pool, mask = np.zeros(4, np.uint64), U(0xFFFFFFFF)
+    pool[0], pool[1], pool[2] = U(seed), U(number), U(output)
+    constant = U(0x43B0D7E5)
+    for i in range(4):
+        before, constant = constant, (constant * U(0x931E8875)) & mask
+        pool[i] = _hashed(pool[i] ^ before, constant)
+    for source in range(4):
+        for to in range(4):
+            if source != to:
+                before, constant = constant, (constant * U(0x931E8875)) & mask
+                word = (U(0xCA01F9DD) * pool[to] - U(0x4973F715) * _hashed(pool[source] ^ before, constant)) & mask
+                pool[to] = word ^ (word >> U(16))
+    constant = U(0x8B51F9DD)
+    for i in range(2 * keys.size):
+        before, constant = constant, (constant * U(0x58F38DED)) & mask
+        half = _hashed(pool[i & 3] ^ before, constant)
+        keys[i >> 1] = keys[i >> 1] | (half << U(32)) if i & 1 else half
+
+
 AHEAD = 16  # rows
 
 
@@ -161,6 +194,65 @@ def sum_limbs(numbers, power, finer, is_extreme):  # type: ignore[no-untyped-def
     return coarse_sum, fine_sum
 
 
+# ---- exponentials ----------------------------------------------------------------------------------------------------
+
+
+def _powers_of_two() -> tuple[Any, Any]:
+    """Bits of 2^(k / 128) as float64, less k in the exponent's place; what is left beside each, as a share of it."""
+    one, bits, left = 1 << 192, np.empty(128, np.uint64), np.empty(128)
+    root, power = 2 * one, one
+    for _ in range(7):
+        root = math.isqrt(root * one)
+    for k in range(128):
+        number = power / one  # Python divides integers exactly, then rounds
+        exact = int(number * 2.0**52) << 140
+        bits[k] = int(np.float64(number).view(np.uint64)) - (k << 45) & 2**64 - 1
+        left[k] = (power - exact) / exact
+        power = power * root // one
+    return bits, left
+
+
+POWERS, LEFT = _powers_of_two()
+PER_LOG, LOG_HIGH, LOG_LOW = map(
+    float.fromhex, ("0x1.71547652b82fep+7", "-0x1.62e42fefa0000p-8", "-0x1.cf79abc9e3b3ap-47")
+)
+EXP_2, EXP_3, EXP_4, EXP_5 = map(
+    float.fromhex,
+    ("0x1.ffffffffffdbdp-2", "0x1.555555555543cp-3", "0x1.55555cf172b91p-5", "0x1.1111167a4d017p-7"),
+)
+TO_WHOLE = 1.5 * 2.0**52  # added to a number it rounds to a whole one, which is then in the lower bits
+NEAR = 500.0
+_fused = define(
+    3,
+    lambda *_: types.float64,
+    lambda writer, a, b, c: writer.call("llvm.fma.f64", writer.llvm(types.float64), [a, b, c]),
+)
+
+
+@inlined
+def _exp(x, is_near):  # type: ignore[no-untyped-def]
+    """exp(x), of numbers up to NEAR without a call, so that the compiler makes vectors of it, and on every system the
+    same: to the bit what glibc's exp gives where it uses fused multiplications, for this is its algorithm."""
+    if not is_near:
+        return math.exp(x)
+    shifted = _fused(PER_LOG, x, TO_WHOLE)
+    whole, part = same_bits(shifted, np.uint64), shifted - TO_WHOLE
+    rest = _fused(part, LOG_LOW, _fused(part, LOG_HIGH, x))
+    square, at = rest * rest, whole & U(127)
+    scale = same_bits(POWERS[at] + (whole << U(45)), np.float64)
+    series = _fused(square, _fused(rest, EXP_3, EXP_2), LEFT[at] + rest)
+    return _fused(scale, _fused(square * square, _fused(rest, EXP_5, EXP_4), series), scale)
+
+
+@inlined
+def _count_far(scores, limit):  # type: ignore[no-untyped-def]
+    """How many are beyond the limit, or no numbers."""
+    count = np.int64(0)
+    for i in range(scores.size):
+        count += np.int64(not abs(scores[U(i)]) <= limit)
+    return count
+
+
 # ---- objectives: y, raw scores, weights (or an empty array) -> grads, hess -------------------------------------------
 
 
@@ -191,27 +283,37 @@ def poisson(y, scores, weights, grads, hess, caution):  # type: ignore[no-untype
 
 @compiled
 def binary(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
+    if _count_far(scores, NEAR) == 0:
+        _binary(y, scores, weights, grads, hess, True)
+    else:
+        _binary(y, scores, weights, grads, hess, False)
+
+
+@inlined
+def _binary(y, scores, weights, grads, hess, is_near):  # type: ignore[no-untyped-def]
     for i in range(y.size):
-        weight = weights[i] if weights.size else 1.0
-        p = 1.0 / (1.0 + math.exp(-scores[i]))
-        grads[i] = (p - y[i]) * weight
-        hess[i] = p * (1.0 - p) * weight
+        weight = weights[U(i)] if weights.size else 1.0
+        p = 1.0 / (1.0 + _exp(-scores[U(i)], is_near))
+        grads[U(i)] = (p - y[U(i)]) * weight
+        hess[U(i)] = p * (1.0 - p) * weight
 
 
 @compiled
 def softmax(y, scores, weights, grads, hess):  # type: ignore[no-untyped-def]
     """scores, grads and hess (classes, rows), so that the tree of a class reads one array."""
     classes = scores.shape[0]
-    factor = classes / (classes - 1.0)
+    factor, far = classes / (classes - 1.0), np.int64(0)
+    for k in range(classes):
+        far += _count_far(scores[k], NEAR / 2)
     for i in range(y.size):
         weight = weights[i] if weights.size else 1.0
         top, total = -np.inf, 0.0
         for k in range(classes):
             top = scores[k, i] if scores[k, i] > top else top
         for k in range(classes):
-            total += math.exp(scores[k, i] - top)
+            total += _exp(scores[k, i] - top, far == 0)
         for k in range(classes):
-            p = math.exp(scores[k, i] - top) / total
+            p = _exp(scores[k, i] - top, far == 0) / total
             grads[k, i] = (p - (1.0 if y[i] == k else 0.0)) * weight
             hess[k, i] = factor * p * (1.0 - p) * weight
 

@@ -24,6 +24,7 @@ from bitplan.trees.loops.nodes import (
     HELP,
     HOPELESS,
     LARGE_ROWS,
+    LEAVES,
     MEETING_ROWS,
     QUEUED,
     READY,
@@ -364,15 +365,20 @@ def _divide_alone(node, work, data, kernels, tables, options):  # type: ignore[n
 
 
 @called
-def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs, ticks, me):  # type: ignore[no-untyped-def]
-    """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own."""
+def _expand(  # type: ignore[no-untyped-def]
+    node, slot, work, data, kernels, tables, sizes, pool, features, options, space, by_bin, pairs, ticks, me, is_last
+):
+    """Expand a node whose cells are narrow; returns which of its two slots are free now: 1 the new one, 2 its own.
+
+    Children of the last split (`_is_last`) are never split: nobody asks for their sums.
+    """
     entries = work[0]
     nodes, reals, goes_left = tables
     numeric, categories, every = features
     bins, scales, rules, is_category, monotone, judging, packs = options
     small = _divide_alone(node, work, data, kernels, tables, options)
     _spend(ticks, me, PARTITION)
-    if small < 0:
+    if small < 0 or is_last:
         return 3
     words, parent, large = sizes[NARROW], nodes[node, SLOT], 2 * nodes[node, CHILD] + 1 - small
     size = sizes[CELLS] * words
@@ -395,11 +401,17 @@ def _expand(node, slot, work, data, kernels, tables, sizes, pool, features, opti
     return 3 ^ splits
 
 
+@inlined
+def _is_last(order):  # type: ignore[no-untyped-def]
+    """Whether the tree has room for one more split. Another thread may write the number meanwhile: it only grows."""
+    return order[2][LEAVES] + 1 == order[0].shape[0]
+
+
 @called
-def _give_slots(node, small, nodes, counts, free, sizes, sync):  # type: ignore[no-untyped-def]
+def _give_slots(node, small, is_last, nodes, counts, free, sizes, sync):  # type: ignore[no-untyped-def]
     """Places for the histograms of a divided node's children: a new one, and that of the node."""
-    sync[SMALL] = small
-    if small >= 0:
+    sync[SMALL] = -1 if is_last else small
+    if sync[SMALL] >= 0:
         large = 2 * nodes[node, CHILD] + 1 - small
         sync[SMALL_SLOT], sync[LARGE_SLOT] = _slot_for(counts, free, nodes[small, ROWS], sizes), nodes[node, SLOT]
         if nodes[node, SLOT] >= sizes[WIDE_FROM] and nodes[large, ROWS] < sizes[LARGE_ROWS]:
@@ -426,9 +438,8 @@ def _choose(done, team, sync, sizes, kernels, tables, order, best_first, work, d
         if node >= 0 and nodes[node, STOP] - nodes[node, START] <= ALONE_ROWS:
             _spend(ticks, 0, QUEUE)
             sync[IS_DIVIDED] = 1
-            _give_slots(
-                node, _divide_alone(node, work, data, kernels, tables, options), nodes, counts, free, sizes, sync
-            )
+            small = _divide_alone(node, work, data, kernels, tables, options)
+            _give_slots(node, small, _is_last(order), nodes, counts, free, sizes, sync)
             _spend(ticks, 0, PARTITION)
         return np.int64(-1)
     sync[CHOSEN] = COMPLETE if node == COMPLETE else WAIT
@@ -481,7 +492,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 if me == 0:
                     dividing = nodes, reals, chosen, left_size, monotone, scales, rules
                     small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *dividing))
-                    _give_slots(chosen, small, nodes, counts, free, sizes, sync)
+                    _give_slots(chosen, small, _is_last(order), nodes, counts, free, sizes, sync)
                 _meet(me, team, sync, ticks, PARTITION)
             small = sync[SMALL]
             large = 2 * nodes[chosen, CHILD] + 1 - small
@@ -541,7 +552,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                     _spend(ticks, me, QUEUE)
                     unused = _expand(
                         node, slot, work, data, kernels, tables, sizes, pool, features, options, own[3][me],
-                        own[4][me], pairs[me], ticks, me,
+                        own[4][me], pairs[me], ticks, me, _is_last(order),
                     )  # fmt: skip
                 lock(sync, LOCK, sync[LOOKS])
                 if node >= 0:
