@@ -526,8 +526,19 @@ def _sdpa() -> Any:
 @functools.cache
 def register() -> None:
     """Register our attention with transformers under the name `ATTENTION`; later calls do nothing."""
-    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.masking_utils import AttentionMaskInterface
     from transformers.modeling_utils import AttentionInterface
 
     AttentionInterface.register(ATTENTION, attend)
-    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    AttentionMaskInterface.register(ATTENTION, _mask)
+
+
+def _mask(*sizes: Any, **options: Any) -> Tensor | None:
+    """The mask of "sdpa"; none for one token that sees all before, also where a CUDA graph is being recorded."""
+    from transformers.masking_utils import sdpa_mask
+
+    sees_all = options.get("attention_mask") is None and options.get("local_size") is None
+    if options.get("q_length") == 1 and sees_all and options.get("allow_is_causal_skip"):
+        return None
+    mask: Tensor | None = sdpa_mask(*sizes, **options)
+    return mask

@@ -288,7 +288,7 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
         cache = _filled(model, batch, pieces[0][0], torch_device)
         _forget_peak(torch_device)
         held = pieces[0][0]
-        for start, length in (*pieces, (context - 1, 1)):
+        for start, length in pieces:
             if start > held:
                 _fill(model, cache, batch, start - held, torch_device)
             held = start + length
@@ -298,6 +298,9 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
                 use_cache=True,
                 logits_to_keep=1,
             )
+        step = _next_tokens(model, cache, batch, torch_device)
+        for _ in range(WARM_TOKENS if torch_device.type == "cuda" else 1):  # until a graph of them is recorded
+            step()
     logits = 3 * 4 * batch * (vocabulary - VOCABULARY)
     own_bytes: int = weight_bytes(model) + cache.nbytes
     if torch_device.type == "cuda":  # room for more tokens, which the cache's own bytes leave out

@@ -133,6 +133,7 @@ def test_models_that_share_a_config_read_codes_each_and_decode_where_another_end
 @pytest.mark.usefixtures("joins")
 def test_tokens_can_be_dropped_chosen_and_repeated() -> None:
     model = tiny()
+    kv_attention.register()
     caches = [KVCache(model.config, "int8"), KVCache(model.config, "int8", joined=True)]
     logits = []
     for cache in caches:
@@ -236,3 +237,13 @@ def test_a_model_on_a_gpu_reads_codes() -> None:
     assert made.shape == (2, 32)
     round_kv(model, None)
     assert model.config._attn_implementation == "sdpa"
+
+
+def test_one_token_that_sees_all_has_no_mask_also_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import masking_utils
+
+    monkeypatch.setattr(masking_utils, "is_tracing", lambda *_: True)
+    sizes = {"batch_size": 1, "q_length": 1, "kv_length": 5, "q_offset": 4, "allow_is_causal_skip": True}
+    assert kv_attention._mask(**sizes) is None
+    assert kv_attention._mask(**sizes, attention_mask=torch.tensor([[False, True, True, True, True]])) is not None
+    assert kv_attention._mask(**sizes, local_size=3) is not None

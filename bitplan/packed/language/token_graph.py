@@ -11,6 +11,7 @@ forward that waits for the GPU is not recorded. `why_not` says why a model keeps
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator
@@ -115,7 +116,7 @@ class TokenGraph:
             shared.count = -1  # a graph's replay adds, its recording does not
 
         if not self._verified:
-            with waiting_seen(ids.device) as waits:
+            with waiting_seen(ids.device) as waits, aside(ids.device):
                 run()
             self._set_count(rows, count)
             if waits:
@@ -188,14 +189,32 @@ def waiting_seen(device: torch.device) -> Iterator[list[str]]:
             yield seen
         finally:
             torch.cuda.set_sync_debug_mode(before)
-    seen += [f"{one.filename}:{one.lineno}" for one in caught if "synchroniz" in str(one.message)]
+    seen += [f"{one.filename}:{one.lineno}" for one in caught if "called a synchronizing" in str(one.message)]
+
+
+@functools.cache
+def side_stream(device: torch.device) -> torch.cuda.Stream:
+    """Where graphs are recorded: one stream, for libraries keep memory for each."""
+    return torch.cuda.Stream(device)
+
+
+@contextmanager
+def aside(device: torch.device) -> Iterator[None]:
+    """Within the block, launches go to the side stream, behind those before and in front of those after it."""
+    if device.type != "cuda":
+        yield
+        return
+    stream, current = side_stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(current)
+    with torch.cuda.stream(stream):
+        yield
+    current.wait_stream(stream)
 
 
 def captured(run: Callable[[], None], device: torch.device) -> Any:
     """A CUDA graph of what `run` launches; without `torch.cuda.graph`, which empties the allocator's cache."""
-    graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
+    graph = torch.cuda.CUDAGraph()
+    with aside(device):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
         try:
             run()
