@@ -7,12 +7,12 @@ goes on with the next one, as training data does. The same model, seed and numbe
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from bitplan.packed.checkpoints.causal_lm import CausalLM, require_finite
+from bitplan.packed.language.token_graph import read_on
 
 AT_ONCE = 64  # texts side by side: of 32, reading the weights takes more than half of the time
 
@@ -29,10 +29,9 @@ def write_own_text(
             step, cache = _beginning(lm, min(AT_ONCE, count - len(windows)), draw), None
             written = [step]
             for at in range(step.shape[1], length):
-                outputs: Any = model(input_ids=step.to(lm.device), past_key_values=cache, use_cache=True)
-                cache, logits = outputs.past_key_values, outputs.logits[:, -1].float()
+                logits, cache = read_on(model, cache, input_ids=step.to(lm.device))
                 require_finite(logits, lm, at)
-                step = _drawn(logits, draw)
+                step = _drawn(logits.float(), draw)
                 written.append(step)
                 on_tokens(len(step))
             windows += torch.cat(written, 1)[:, :length].unbind()

@@ -21,12 +21,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bitplan.base.errors import MeasureError
 from bitplan.packed.rounded_kv import attending_as_held, kv_of
 from bitplan.plan.kv_formats import KVFormats
 
 TOLERANCE = 5e-3  # of the norm of the logits, which may be bfloat16
 EAGER_TOKENS = 1  # before one is recorded: kernels are compiled, and launches chosen
 VERIFIED_TOKENS = 2  # made by the model, too
+
+
+def read_on(model: Any, states: Any, **inputs: Any) -> tuple[Tensor, Any]:
+    """Logits after more tokens than those that `states` are of, None for none, and the states after all of them."""
+    name = _states_name(type(model).forward)
+    output = model(use_cache=True, **{name: states}, **inputs)
+    if getattr(output, name, None) is None:
+        raise MeasureError(
+            f"{type(model).__name__} gives back no states in {name}, so it cannot write a token at a time here; "
+            "use its own generate()"
+        )
+    return output.logits[:, -1], getattr(output, name)
+
+
+@functools.cache
+def _states_name(forward: Callable[..., Any]) -> str:
+    """What a forward calls what its model holds of the tokens before: keys and values, or Mamba's states."""
+    return "cache_params" if "cache_params" in inspect.signature(forward).parameters else "past_key_values"
 
 
 class TokenGraph:
@@ -60,9 +79,7 @@ class TokenGraph:
             return self._step(ids, rows, count) if count else self._by_model(input_ids=ids)
 
     def _by_model(self, **inputs: Any) -> Tensor:
-        out = self._model(past_key_values=self.cache, use_cache=True, **self._options, **inputs)
-        self.cache = out.past_key_values
-        logits: Tensor = out.logits[:, -1]
+        logits, self.cache = read_on(self._model, self.cache, **self._options, **inputs)
         return logits
 
     def _rows(self) -> list[Any]:

@@ -25,12 +25,12 @@ from torch.nn import functional
 
 from bitplan.base.errors import PlanError
 from bitplan.packed.fused_projections import JointProjection, view_of
+from bitplan.packed.language.token_graph import TokenGraph, read_on
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.rounded_kv import kv_of
 from bitplan.plan.structure.model_view import LinearUse, ModelView, NormUse
 
 if TYPE_CHECKING:
-    from bitplan.packed.language.token_graph import TokenGraph
     from bitplan.packed.language.token_loops import StepLoops
 
 TOLERANCE = 1e-4  # of the largest input of a product
@@ -324,8 +324,6 @@ class Decoding:
         if importlib.util.find_spec("triton") is None:
             self.why_not = "Triton is not installed, whose kernels attend to a growing cache"
             return
-        from bitplan.packed.language.token_graph import TokenGraph
-
         graph = TokenGraph(self._model, self._options)
         self.why_not = graph.why_not
         self._graph = graph if graph.why_not is None else None
@@ -367,12 +365,10 @@ class Decoding:
                 keep = lambda _layer, args, output, path=path: calls.__setitem__(path, (args[0], output))
                 hooks.append(layer.register_forward_hook(keep))
         try:
-            out: Any = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True, **self._options)
+            logits, self._cache = read_on(self._model, self._cache, input_ids=ids, **self._options)
         finally:
             for hook in hooks:
                 hook.remove()
-        self._cache = out.past_key_values
-        logits: Tensor = out.logits[:, -1]
         if is_step and isinstance(self._structure, _Structure):
             self._switch(int(ids), calls, logits)
         return logits

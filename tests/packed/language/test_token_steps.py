@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bitplan
+from bitplan.base.errors import MeasureError
 from bitplan.packed.language.token_steps import ROOM, Decoding, structure_of
 
 transformers = pytest.importorskip("transformers")
@@ -56,6 +57,22 @@ def test_steps_give_the_logits_of_the_model(kind: str, settings: dict[str, Any])
     assert decoding._steps is not None
     assert decoding._steps._loops is not None
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_of_states_makes_tokens_and_one_that_gives_none_back_is_refused() -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 2}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes)).eval()
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    with torch.inference_mode():
+        made = logits_of(ids, 3, Decoding(model))
+        torch.testing.assert_close(made, model(torch.tensor([ids])).logits[0, 2:], rtol=1e-4, atol=1e-5)
+    encoder = transformers.BertForMaskedLM(
+        transformers.BertConfig(
+            vocab_size=96, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+        )
+    )
+    with pytest.raises(MeasureError, match="BertForMaskedLM gives back no states in past_key_values"):
+        Decoding(encoder)(torch.tensor([ids]))
 
 
 @pytest.mark.parametrize("settings", [{"head_dim": 8}, {"hidden_size": 132, "head_dim": 32}])
