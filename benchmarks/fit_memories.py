@@ -318,7 +318,7 @@ def ways_of_products(model: Any, batch: int) -> dict[str, int]:
     """How layers run a token's products, by format and place: the strategy, whether joined, whether prepared."""
 
     def is_prepared(layer: Any) -> bool:
-        shapes = (key[0] for key in layer._bound if isinstance(key[0], torch.Size))
+        shapes = (key[0] for key in layer._bound if key and isinstance(key[0], torch.Size))
         return any(shape.numel() == batch * layer.in_features for shape in shapes)
 
     counts: dict[str, int] = {}

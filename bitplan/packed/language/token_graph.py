@@ -133,7 +133,7 @@ class TokenGraph:
             shared.count = -1  # a graph's replay adds, its recording does not
 
         if not self._verified:
-            with waiting_seen(ids.device) as waits, aside(ids.device):
+            with waiting_seen(ids.device) as waits:
                 run()
             self._set_count(rows, count)
             if waits:
@@ -211,27 +211,19 @@ def waiting_seen(device: torch.device) -> Iterator[list[str]]:
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Where graphs are recorded: one stream, for libraries keep memory for each."""
-    return torch.cuda.Stream(device)
-
-
-@contextmanager
-def aside(device: torch.device) -> Iterator[None]:
-    """Within the block, launches go to the side stream, behind those before and in front of those after it."""
-    if device.type != "cuda":
-        yield
-        return
-    stream, current = side_stream(device), torch.cuda.current_stream(device)
-    stream.wait_stream(current)
+    """Where graphs are recorded: one stream, for cuBLAS keeps memory for each, which no graph must own."""
+    stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):
-        yield
-    current.wait_stream(stream)
+        numbers = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)
+        torch.mm(numbers, numbers)
+    return stream
 
 
 def captured(run: Callable[[], None], device: torch.device) -> Any:
     """A CUDA graph of what `run` launches; without `torch.cuda.graph`, which empties the allocator's cache."""
-    graph = torch.cuda.CUDAGraph()
-    with aside(device):
+    graph, stream = torch.cuda.CUDAGraph(), side_stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")  # other threads may go on meanwhile
         try:
             run()
