@@ -179,7 +179,7 @@ def first_fits(leaves: int) -> dict[str, float]:
 
 
 def kinds(leaves: int, trees: int, rows: int = 500_000) -> dict[str, dict[str, Any]]:
-    """A tree's time, and whether trees are the CPU's, for what the kernels leave to torch."""
+    """A tree's time, and whether trees are the CPU's, by what fits may ask for."""
     x, y = make_rows(rows)
     x[:, 3] = np.random.default_rng(0).integers(0, 60, rows)
     ways: dict[str, dict[str, Any]] = {

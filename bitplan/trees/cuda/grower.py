@@ -15,12 +15,12 @@ import torch
 import triton
 from torch import Tensor
 
-from bitplan.base.loops.launch import PreparedLaunch, compile_ahead
+from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.trees.binning import BinnedRows, Bins
 from bitplan.trees.cuda import kernels, waves
 from bitplan.trees.cuda.binning import CudaBins, copy_bins
 from bitplan.trees.cuda.judge import Judge, Launches
-from bitplan.trees.cuda.limits import check_memory, table_bytes
+from bitplan.trees.cuda.limits import Sent, check_memory, table_bytes
 from bitplan.trees.cuda.score_kernels import PARTS_COLUMNS, CudaGradients, collect_rows
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, Gradients
@@ -45,7 +45,7 @@ class CudaTreeGrower(TreeGrower):
         self._panels, self._device = there_already.panels, there_already.device
         self._groups, self._width = there_already.groups, there_already.width
         self._count, self._features, device = data.rows, len(bins.edges), self._device
-        leaves = min(rules.max_leaves, max(data.rows, 1))
+        self.most_leaves = leaves = min(rules.max_leaves, max(data.rows, 1))
         self._wave = min(WAVE, triton.next_power_of_2(leaves))
         self._slots = 2 * leaves + 2
         self._most_parts = triton.next_power_of_2(self._slots)
@@ -58,11 +58,11 @@ class CudaTreeGrower(TreeGrower):
         words = kernels.BINS // 8 if self._has_categories else 1  # of a set
         self._ends_at = (self._wave + 1) * waves.COLUMNS
         self._sets_at, self._found_sets_at = self._ends_at + 4 * self._wave, 2 * self._wave * waves.RESULT
-        sizes = self._sets_at + self._wave * words, self._found_sets_at + 2 * self._wave * words
-        self._given, self._result = (self._empty(size) for size in sizes)
-        self._host_given, self._host_result = (
-            torch.zeros(size, dtype=torch.int64, pin_memory=device.type == "cuda") for size in sizes
-        )
+        given, result = Sent(self._sets_at + self._wave * words, device), self._found_sets_at + 2 * self._wave * words
+        self._given, self._result, self._host_given = given, self._empty(result), given.host
+        self._host_result = torch.zeros(result, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._parts = Sent((self._most_parts + 1) * PARTS_COLUMNS, device)
+        self._of_leaves: dict[str, PreparedLaunch] = {}  # by the kernel's name
         self._launches = self._prepare()
         self._compile()
         self._loops: Array | None = None
@@ -96,10 +96,10 @@ class CudaTreeGrower(TreeGrower):
             {"WIDTH": self._width, "K": wave, **shared},
             num_warps=16,
         )
-        table, panels = self._given[: self._ends_at], self._panels
-        bounds = self._given[self._ends_at : self._sets_at].view(torch.float64)
+        given, panels = self._given.there, self._panels
+        table, bounds = given[: self._ends_at], given[self._ends_at : self._sets_at].view(torch.float64)
         sets, found_sets = (
-            words.view(torch.uint8) for words in (self._given[self._sets_at :], self._result[self._found_sets_at :])
+            words.view(torch.uint8) for words in (given[self._sets_at :], self._result[self._found_sets_at :])
         )
         return [
             (part_rows, (table, self._sides, panels, self._pool, sets)),
@@ -254,7 +254,7 @@ class CudaTreeGrower(TreeGrower):
 
     def _run_wave(self) -> None:
         """Launch the steps of a wave and wait for its result."""
-        self._given.copy_(self._host_given, non_blocking=True)
+        self._given.send()
         for step, pointers in self._launches:
             step(*pointers)
         self._host_result.copy_(self._result, non_blocking=True)
@@ -270,32 +270,39 @@ class CudaTreeGrower(TreeGrower):
         leaf_of = np.full(len(nodes), -1)
         leaf_of[growth.leaves[:leaves, queue.NODE]] = np.arange(leaves)
         is_expanded = nodes[:, split.STATE] == queue.EXPANDED
-        for node in np.flatnonzero(is_expanded):  # parents come before their children
-            if leaf_of[node] >= 0:
-                child = nodes[node, split.CHILD]
-                leaf_of[child : child + 2] = leaf_of[node]
+        is_wanted = np.zeros(len(nodes), np.bool_)
+        is_wanted[growth.splits[: growth.counts[queue.SPLITS], queue.NODE]] = True
+        for node in np.flatnonzero(is_expanded & ~is_wanted):  # few; parents come before their children
+            child = nodes[node, split.CHILD]
+            leaf_of[child : child + 2] = leaf_of[node]
         last = np.flatnonzero(~is_expanded & (nodes[:, split.STOP] > nodes[:, split.START]))
         ranges = nodes[last]
         blocks = -(-(ranges[:, split.STOP] - ranges[:, split.START]) // BLOCK)
-        parts = np.full((self._most_parts, PARTS_COLUMNS), waves.FAR_AWAY, np.int64)
+        parts = self._parts.host.numpy().reshape(-1, PARTS_COLUMNS)
+        parts[:] = waves.FAR_AWAY
         sides = ranges[:, split.DEPTH] & 1
         of_blocks = np.cumsum(blocks) - blocks
         parts[: len(last)] = np.column_stack([ranges[:, : split.STOP + 1], of_blocks, sides, leaf_of[last]])
-        self._parts, self._blocks = torch.from_numpy(parts).to(self._device), int(blocks.sum())
+        parts[-1, 0] = blocks.sum()
+        self._parts.send()
         self.depth = int(growth.nodes[growth.leaves[:leaves, queue.NODE], split.DEPTH].max())
 
     def launch_on_leaves(self, kernel: Any, *pointers: Tensor) -> None:
         """Run a kernel over the rows of the last tree's leaves."""
-        arguments = self._parts, self._sides, *pointers, self._count, self._blocks
-        kernel[(self._programs(PARTERS),)](*arguments, **self._leaf_sizes)
+        self._on_leaves(kernel)(self._parts.there, self._sides, *pointers)
 
-    def compile_for_leaves(self, kernel: Any, *kinds: torch.dtype) -> None:
-        """Begin to compile a kernel of `launch_on_leaves`, whose pointers are to these types."""
-        compile_ahead(kernel, torch.int64, self._sides, *kinds, self._count, self._count, **self._leaf_sizes)
+    def compile_for_leaves(self, kernel: Any, *pointers: Tensor) -> None:
+        """Begin to compile a kernel of `launch_on_leaves`, which gets such pointers."""
+        self._on_leaves(kernel).compile(self._parts.there, self._sides, *pointers)
 
-    @property
-    def _leaf_sizes(self) -> dict[str, Any]:
-        return {"PARTS": self._most_parts, "BLOCK": BLOCK, "num_warps": 8, "enable_fp_fusion": False}
+    def _on_leaves(self, kernel: Any) -> PreparedLaunch:
+        name = kernel.__name__
+        if name not in self._of_leaves:
+            grid, sizes = (self._programs(PARTERS),), {"PARTS": self._most_parts, "BLOCK": BLOCK}
+            self._of_leaves[name] = PreparedLaunch(
+                kernel, grid, (self._count,), sizes, num_warps=8, enable_fp_fusion=False
+            )
+        return self._of_leaves[name]
 
     def _collect(self, rows: int) -> None:
         """Copy the row numbers of all leaves to the host, in rising runs."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.trees.binning import Bins
 from bitplan.trees.cuda.kernels import BINS, CELL_SHIFT, MOST_ROWS
+from bitplan.trees.cuda.limits import Sent
 from bitplan.trees.cuda.waves import COLUMNS, GROUPS, LARGE_SLOT, NODES, RESULT, SMALL_SLOT
 from bitplan.trees.gradients import Array
 from bitplan.trees.grow import GrowthRules
@@ -33,6 +34,7 @@ Launches = list[tuple[PreparedLaunch, tuple[Tensor, ...]]]
 PLACE, TO_LEFT, LEFT_BOTH, LEFT_HESS, ALL_BOTH, ALL_HESS, FOUND = range(7)
 # Places in `numbers`
 GRAD_SCALE, HESS_SCALE, L1, L2, MIN_WEIGHT, MIN_ROWS, MIN_GAIN, CATEGORY_SMOOTHING, CATEGORY_L2, NUMBERS = range(10)
+NUMBERS_SPACE = 10  # what follows begins at a multiple of 16 bytes
 LEAST_WIDE = 256  # columns of bins that are compared at once, so that few widths have a kernel of their own
 ORDER_WARPS = 4
 
@@ -435,8 +437,11 @@ class Judge:
         self._counts, self._signs, self._set_of, self._set_features = (
             torch.from_numpy(table.astype(np.int64)).to(device) for table in (bins.counts, monotone, set_of, sets)
         )
-        self._groups = torch.zeros_like(self._counts)
-        self._numbers = torch.zeros(NUMBERS, dtype=torch.float64, device=device)
+        self._sent = Sent(NUMBERS_SPACE + features, device)
+        self._numbers = self._sent.there[:NUMBERS_SPACE].view(torch.float64)
+        self._groups = self._sent.there[NUMBERS_SPACE:]
+        self._host_numbers = self._sent.host[:NUMBERS].view(torch.float64).numpy()
+        self._host_numbers[2:] = rules.numbers[: NUMBERS - 2]
         # Zeros: what is no child is picked from, too.
         self._gains = torch.zeros(2 * wave * features, dtype=torch.float64, device=device)
         self._found = torch.zeros(2 * wave * features * FOUND, dtype=torch.int64, device=device)
@@ -446,9 +451,10 @@ class Judge:
         self._steps = self._prepare()
 
     def begin(self, groups: Array, scales: Array) -> None:
-        """Copy to the GPU what judging needs to know of a tree: groups of its columns, 0 for none; the scales."""
-        self._groups.copy_(torch.from_numpy(groups))
-        self._numbers.copy_(torch.from_numpy(np.concatenate([scales, self._rules.numbers[: NUMBERS - 2]])))
+        """Send to the GPU what judging needs to know of a tree: groups of its columns, 0 for none; the scales."""
+        self._sent.host[NUMBERS_SPACE:].numpy()[:] = groups
+        self._host_numbers[:2] = scales
+        self._sent.send()
 
     def launches(self, table: Tensor, pool: Tensor, bounds: Tensor, result: Tensor, result_sets: Tensor) -> Launches:
         """The launches of a wave, with what each gets.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from bitplan.base.loops.launch import INTERPRETED
 from bitplan.trees.cuda.kernels import BINS, MOST_ROWS
@@ -55,3 +56,18 @@ def free_bytes(device: torch.device) -> int:
         return 2**63
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return int(torch.cuda.mem_get_info(device)[0] + unused)
+
+
+class Sent:
+    """Words on the host, and their copy on the card, `there`, for which the host does not wait.
+
+    They are written once a wave, or once a tree: the end of a wave, for which the host waits, says that the last copy
+    was made.
+    """
+
+    def __init__(self, words: int, device: torch.device) -> None:
+        self.host: Tensor = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.there = torch.zeros_like(self.host, device=device)
+
+    def send(self) -> None:
+        self.there.copy_(self.host, non_blocking=True)

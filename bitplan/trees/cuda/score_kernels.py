@@ -20,11 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.trees.cuda.kernels import BINS, byte_of
+from bitplan.trees.cuda.limits import Sent
 from bitplan.trees.gradients import Array
 
 DOUBTFUL = 2**16  # rows that are listed; more, and the host computes all of them
-PARTS_COLUMNS = 5  # of a table of ranges of rows: start, stop, the first block, the side of the entries, the leaf
+# Of a table of ranges of rows: start, stop, the first block, the side of the entries, the leaf; a row behind them
+# begins with the number of blocks.
+PARTS_COLUMNS = 5
 _BINS, _DOUBTFUL, _COLUMNS = (tl.constexpr(each) for each in (BINS, DOUBTFUL, PARTS_COLUMNS))
 _ROW, _BYTES = tl.constexpr(0xFFFFFFFF), tl.constexpr(16)
 LESS, MORE = tl.constexpr(1.0 - 2.0**-49), tl.constexpr(1.0 + 2.0**-49)  # eight units in the last place of an `exp`
@@ -177,6 +181,11 @@ def enter_floats(
 
 
 @triton.jit
+def _blocks(parts_ptr, PARTS: tl.constexpr):
+    return tl.load(parts_ptr + PARTS * _COLUMNS).to(tl.int32)
+
+
+@triton.jit
 def _part_of(parts_ptr, block, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Return of a block of rows (places in the entries, which are there, the side, the leaf)."""
     firsts = tl.load(parts_ptr + tl.arange(0, PARTS) * _COLUMNS + 2)
@@ -185,16 +194,16 @@ def _part_of(parts_ptr, block, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     return at, at < tl.load(of + 1), tl.load(of + 3), tl.load(of + 4)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
-def collect_rows(parts_ptr, entries_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def collect_rows(parts_ptr, entries_ptr, rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Copy rows that lie on the other side of `entries` to the same place of its first side."""
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    for block in range(tl.program_id(0), _blocks(parts_ptr, PARTS), tl.num_programs(0)):
         at, inside, side, _leaf = _part_of(parts_ptr, block, PARTS, BLOCK)
         if side == 1:
             tl.store(entries_ptr + at, tl.load(entries_ptr + rows + at, mask=inside, other=0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
+@triton.jit(do_not_specialize=["rows"])
 def sum_leaves(
     parts_ptr,
     entries_ptr,
@@ -203,12 +212,11 @@ def sum_leaves(
     numbers_ptr,
     sums_ptr,
     rows,
-    blocks,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Sums of float32 gradients and hessians over the rows of each leaf, as multiples of units."""
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    for block in range(tl.program_id(0), _blocks(parts_ptr, PARTS), tl.num_programs(0)):
         at, inside, side, leaf = _part_of(parts_ptr, block, PARTS, BLOCK)
         row = tl.load(entries_ptr + side * rows + at, mask=inside, other=0) & _ROW
         grad = tl.load(grads_ptr + row, mask=inside, other=0.0).to(tl.float64) * tl.load(numbers_ptr)
@@ -218,10 +226,10 @@ def sum_leaves(
         tl.atomic_add(sums_ptr + 2 * leaf + 1, tl.sum(weights, 0), sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["rows", "blocks"])
-def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, blocks, PARTS: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["rows"])
+def add_values(parts_ptr, entries_ptr, values_ptr, scores_ptr, rows, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """Add the value of its leaf to the score of each row."""
-    for block in range(tl.program_id(0), blocks, tl.num_programs(0)):
+    for block in range(tl.program_id(0), _blocks(parts_ptr, PARTS), tl.num_programs(0)):
         at, inside, side, leaf = _part_of(parts_ptr, block, PARTS, BLOCK)
         row = tl.load(entries_ptr + side * rows + at, mask=inside, other=0) & _ROW
         score = tl.load(scores_ptr + row, mask=inside, other=0.0)
@@ -267,6 +275,50 @@ def walk_rows(
 BLOCK = 1024
 
 
+class EntryWriter:
+    """Writes entries of float32 gradients of all rows, or of some."""
+
+    def __init__(self, rows: int, device: torch.device) -> None:
+        self._sent = Sent(3, device)  # two factors and a key
+        self._of_all = {
+            stochastic: PreparedLaunch(
+                enter_floats, *_blocks_of(rows), _entering(stochastic, of_all=True), num_warps=4, enable_fp_fusion=False
+            )
+            for stochastic in (False, True)
+        }
+
+    def compile(self, grads: Tensor) -> None:
+        """Begin to compile what rounds of all rows launch; see `base.loops.launch.compiling_together`."""
+        self._of_all[True].compile(self._sent.there, grads, grads, grads, *self._numbers())
+
+    def write(self, gradients: CudaGradients, entries: Tensor, rows: Array | range) -> None:
+        scales, stochastic = (gradients.grad_scale, gradients.hess_scale), gradients.key is not None
+        host = self._sent.host.numpy()
+        host[:2].view(np.float64)[:] = [1.0 / scale if scale else 0.0 for scale in scales]
+        host[2:].view(np.uint64)[:] = gradients.key or 0
+        self._sent.send()
+        parts = entries, gradients.grads, gradients.hessians
+        if isinstance(rows, range):
+            self._of_all[stochastic](*parts, gradients.grads, *self._numbers())
+            return
+        chosen, (grid, count) = torch.from_numpy(np.asarray(rows, np.int32)).to(entries.device), _blocks_of(len(rows))
+        shape = _entering(stochastic, of_all=False)
+        enter_floats[grid](*parts, chosen, *self._numbers(), *count, **shape, num_warps=4, enable_fp_fusion=False)
+
+    def _numbers(self) -> tuple[Tensor, Tensor]:
+        return self._sent.there[:2].view(torch.float64), self._sent.there[2:]
+
+
+def _blocks_of(rows: int) -> tuple[tuple[int], tuple[int]]:
+    """A grid, and the number that goes with it."""
+    return (triton.cdiv(max(rows, 1), BLOCK),), (rows,)
+
+
+def _entering(stochastic: bool, *, of_all: bool) -> dict[str, Any]:
+    """Constants of `enter_floats`."""
+    return {"STOCHASTIC": stochastic, "ALL": of_all, "BLOCK": BLOCK}
+
+
 @dataclass(frozen=True)
 class CudaGradients:
     """float32 gradients and hessians of all rows, and how they are to be rounded; no key: to nearest."""
@@ -276,26 +328,8 @@ class CudaGradients:
     grad_scale: float
     hess_scale: float
     key: int | None
+    writer: EntryWriter
 
     def enter(self, entries: Tensor, rows: Array | range) -> None:
         """Write the entries of some rows."""
-        device = entries.device
-        inverse = [1.0 / scale if scale else 0.0 for scale in (self.grad_scale, self.hess_scale)]
-        key = np.array([self.key or 0], np.uint64).view(np.int64)
-        is_all = isinstance(rows, range)
-        numbers = self.grads if is_all else torch.from_numpy(np.asarray(rows, np.int32)).to(device)
-        enter_floats[(triton.cdiv(max(len(rows), 1), BLOCK),)](
-            entries,
-            self.grads,
-            self.hessians,
-            numbers,
-            torch.tensor(inverse, dtype=torch.float64).to(device),
-            torch.from_numpy(key).to(device),
-            len(rows),
-            **entering_shape(stochastic=self.key is not None, of_all=is_all),
-        )
-
-
-def entering_shape(*, stochastic: bool, of_all: bool) -> dict[str, Any]:
-    """Constants and options of `enter_floats`."""
-    return {"STOCHASTIC": stochastic, "ALL": of_all, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
+        self.writer.write(self, entries, rows)

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import Any
-
 import numpy as np
 import torch
 import triton
 from torch import Tensor
 
-from bitplan.base.loops.launch import compile_ahead
+from bitplan.base.loops.launch import PreparedLaunch
 from bitplan.trees.cuda import score_kernels as kernels
 from bitplan.trees.cuda.grower import CudaTreeGrower
-from bitplan.trees.cuda.limits import check_memory
-from bitplan.trees.cuda.score_kernels import BLOCK, CudaGradients
+from bitplan.trees.cuda.limits import Sent, check_memory
+from bitplan.trees.cuda.score_kernels import BLOCK, CudaGradients, EntryWriter
 from bitplan.trees.gradients import FAR_SUMS, QUANTIZED, Array, GradientPrecision, far_scale, few_of, largest, units
 from bitplan.trees.grow import Grown, GrowthRules, newton_steps
 from bitplan.trees.objectives import Binary, Multiclass, Objective, SquaredError
@@ -72,11 +69,19 @@ class CudaScores:
         self._summary = torch.zeros(self._doubtful_at + 1 + kernels.DOUBTFUL, dtype=torch.int64, device=device)
         self._doubtful = self._summary[self._doubtful_at :]
         self._tops = np.zeros((outputs, 2))
+        self._writer = EntryWriter(count, device)
+        self._sent, self._values = Sent(2, device), Sent(grower.most_leaves, device)  # units of sums; leaf values
+        self._gradients = self._gradient_launch()
+        programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if device.type == "cuda" else 1
+        self._find_largest = PreparedLaunch(
+            kernels.find_largest, (programs, outputs), (count,), {"BLOCK": BLOCK}, num_warps=4
+        )
 
     def find_gradients(self) -> None:
         """Compute gradients of all outputs, and their largest; refuses what has no scale, as the CPU does."""
         self._summary[: self._doubtful_at + 1] = 0
-        self._launch()
+        launch, pointers = self._gradients
+        launch(*pointers)
         doubtful, tops = self._look()
         if doubtful:
             self._ask_host(doubtful)
@@ -87,45 +92,35 @@ class CudaScores:
                 largest(self._grads[output].cpu().numpy(), self._hess[output].cpu().numpy())  # names the row
         self._tops = tops
 
-    def _launch(self) -> None:
-        kernel, arguments, shape = self._gradient_launch
-        kernel[(triton.cdiv(max(len(self._y), 1), BLOCK),)](*arguments, **shape)
-
-    @cached_property
-    def _gradient_launch(self) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        """The kernel that computes gradients, and its arguments."""
+    def _gradient_launch(self) -> tuple[PreparedLaunch, tuple[Tensor, ...]]:
+        """The launch that computes gradients, and what it gets."""
         objective, count, outputs = self._objective, len(self._y), len(self._grads)
-        pointers = self._y_there, self._scores, self._weights_there, self._grads, self._hess
-        shape = {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK, "num_warps": 4, "enable_fp_fusion": False}
-        if isinstance(objective, SquaredError):
-            return kernels.squared_error, (*pointers, count), shape
+        pointers: tuple[Tensor, ...] = (self._y_there, self._scores, self._weights_there, self._grads, self._hess)
+        kernel, shape = kernels.squared_error, {"WEIGHTED": len(self._weights) > 0, "BLOCK": BLOCK}
         if isinstance(objective, Binary):
-            return kernels.binary, (*pointers, self._doubtful, count), shape
-        factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
-        return kernels.softmax, (*pointers, self._doubtful, factor, count), {"CLASSES": outputs, **shape}
+            kernel, pointers = kernels.binary, (*pointers, self._doubtful)
+        elif not isinstance(objective, SquaredError):
+            factor = torch.tensor([outputs / (outputs - 1.0)], dtype=torch.float64).to(self._device)
+            kernel, pointers, shape = kernels.softmax, (*pointers, self._doubtful, factor), {"CLASSES": outputs} | shape
+        grid = (triton.cdiv(max(count, 1), BLOCK),)
+        return PreparedLaunch(kernel, grid, (count,), shape, num_warps=4, enable_fp_fusion=False), pointers
 
     def compile(self) -> None:
         """Begin to compile what rounds of all rows launch; see `base.loops.launch.compiling_together`."""
-        kernel, arguments, shape = self._gradient_launch
-        compile_ahead(kernel, *arguments, **shape)
-        compile_ahead(
-            kernels.find_largest, self._grads, self._hess, self._summary, len(self._y), BLOCK=BLOCK, num_warps=4
-        )
-        floats = torch.float32, torch.float32
-        entering = torch.int64, *floats, torch.float32, torch.float64, torch.int64, len(self._y)
-        compile_ahead(kernels.enter_floats, *entering, **kernels.entering_shape(stochastic=True, of_all=True))
-        self._grower.compile_for_leaves(kernels.add_values, torch.float64, torch.float64)
+        launch, pointers = self._gradients
+        launch.compile(*pointers)
+        self._find_largest.compile(self._grads, self._hess, self._summary)
+        self._writer.compile(self._grads)
+        grads, values = self._grads, self._values.there.view(torch.float64)
+        self._grower.compile_for_leaves(kernels.add_values, values, self._scores)
         if self._renews:
-            self._grower.compile_for_leaves(kernels.sum_leaves, *floats, torch.float64, torch.int64)
+            self._grower.compile_for_leaves(kernels.sum_leaves, grads, grads, values, self._values.there)
 
     def _look(self) -> tuple[int, Array]:
         """How many rows are doubtful; for each output the largest gradient and hessian."""
-        outputs, count = self._grads.shape
-        programs = min(triton.cdiv(max(count, 1), BLOCK), LOOKERS) if self._device.type == "cuda" else 1
-        tops = self._grads, self._hess, self._summary, count
-        kernels.find_largest[(programs, outputs)](*tops, BLOCK=BLOCK, num_warps=4)
+        self._find_largest(self._grads, self._hess, self._summary)
         counts = self._summary[: self._doubtful_at + 1].cpu().numpy()
-        bits = counts[:-1].astype(np.int32).reshape(outputs, 2)
+        bits = counts[:-1].astype(np.int32).reshape(-1, 2)
         return int(counts[-1]), bits.view(np.float32).astype(np.float64)
 
     def _ask_host(self, count: int) -> None:
@@ -146,7 +141,7 @@ class CudaScores:
             far_scale(_Magnitudes(part), top, end, far, few)
             for part, top, end, far in zip(parts, self._tops[output].tolist(), self._ends, FAR_SUMS, strict=True)
         ]
-        return CudaGradients(*parts, scales[0], scales[1], key)
+        return CudaGradients(*parts, scales[0], scales[1], key, self._writer)
 
     def leaf_values(self, grown: Grown, output: int, _gradients: CudaGradients) -> Array:
         """Newton steps, of full-precision gradients where leaves are to be renewed."""
@@ -155,14 +150,14 @@ class CudaScores:
         top_grad, top_hess = self._tops[output].tolist()
         of: Array = np.array(units(top_grad, top_hess, len(self._y)), np.float64)
         sums = torch.zeros((grown.tree.leaves, 2), dtype=torch.int64, device=self._device)
-        pointers = self._grads[output], self._hess[output], torch.from_numpy(1.0 / of).to(self._device), sums
-        self._grower.launch_on_leaves(kernels.sum_leaves, *pointers)
+        numbers = _send_floats(self._sent, 1.0 / of)
+        self._grower.launch_on_leaves(kernels.sum_leaves, self._grads[output], self._hess[output], numbers, sums)
         totals = sums.cpu().numpy() * of
         return newton_steps(totals, self._rules, grown.leaf_bounds)
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         """Add the tree's values to the scores."""
-        values, scores = self._to_device(tree.leaf_value), self._scores[output]
+        values, scores = _send_floats(self._values, tree.leaf_value), self._scores[output]
         self._grower.launch_on_leaves(kernels.add_values, values, scores)
         if not len(unused):
             return
@@ -186,3 +181,10 @@ class CudaScores:
 
     def _to_device(self, numbers: Array) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(numbers)).to(self._device)
+
+
+def _send_floats(sent: Sent, numbers: Array) -> Tensor:
+    """The numbers on the card."""
+    sent.host.numpy()[: len(numbers)].view(np.float64)[:] = numbers
+    sent.send()
+    return sent.there.view(torch.float64)

@@ -119,7 +119,7 @@ def test_gradients_are_those_of_the_cpu(objective, doubt, monkeypatch):
     scores = rng.standard_normal((500, objective.outputs)) * 8
     wanted = np.empty((2, objective.outputs, 500), np.float32)
     objective.gradients(y, scores, weights, *wanted)
-    grower = SimpleNamespace(device=limits.find_device(), features=1)
+    grower = SimpleNamespace(device=limits.find_device(), features=1, most_leaves=1)
     held = CudaScores(objective, y, weights, scores, grower, GradientPrecision.I16, False, rules())
     held.find_gradients()
     made = np.stack([held._grads.cpu().numpy(), held._hess.cpu().numpy()])
@@ -131,7 +131,7 @@ def test_gradients_are_those_of_the_cpu(objective, doubt, monkeypatch):
 def test_gradients_without_a_scale_are_refused_by_row():
     scores = np.zeros((50, 1))
     scores[7] = np.inf
-    grower = SimpleNamespace(device=limits.find_device(), features=1)
+    grower = SimpleNamespace(device=limits.find_device(), features=1, most_leaves=1)
     held = CudaScores(SquaredError(), np.zeros(50), np.empty(0), scores, grower, GradientPrecision.I16, False, rules())
     with pytest.raises(TreesError, match="row 7 has gradient inf"):
         held.find_gradients()
@@ -140,7 +140,7 @@ def test_gradients_without_a_scale_are_refused_by_row():
 @pytest.mark.parametrize(("weights", "bytes_a_row"), [(0, 8 + 4 + 4 + 8), (50, 8 + 4 + 4 + 8 + 8)])
 def test_scores_are_refused_where_their_tensors_do_not_fit(weights, bytes_a_row, monkeypatch):
     given = SquaredError(), np.zeros(50), np.ones(weights), np.zeros((50, 1))
-    grower = SimpleNamespace(device=limits.find_device(), features=1)
+    grower = SimpleNamespace(device=limits.find_device(), features=1, most_leaves=1)
     monkeypatch.setattr(limits, "free_bytes", lambda _: 50 * bytes_a_row)
     CudaScores(*given, grower, GradientPrecision.I16, False, rules())
     monkeypatch.setattr(limits, "free_bytes", lambda _: 50 * bytes_a_row - 1)
