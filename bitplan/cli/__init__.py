@@ -101,6 +101,8 @@ def _fail(message: str, code: int = 2) -> int:
 
 
 def _one_line(error: BaseException, arguments: Sequence[str]) -> str:
+    if isinstance(error, FileNotFoundError) and error.filename is None:  # of os.getcwd
+        return "the current folder is no longer there; go to one that is, and give the command again"
     if isinstance(error, OSError) and error.strerror:
         return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
     if isinstance(error, BitplanError):

@@ -239,7 +239,8 @@ def _width() -> int | None:
     """The width of the terminal, or COLUMNS; None if nothing limits it."""
     from rich.console import Console
 
-    return Console().width if sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit() else None
+    console = Console()  # whose file is there where standard output is closed
+    return console.width if console.file.isatty() or os.environ.get("COLUMNS", "").isdigit() else None
 
 
 @contextmanager

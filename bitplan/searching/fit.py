@@ -21,6 +21,7 @@ answers for another memory, context or batch from these.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -445,6 +446,11 @@ def fit(
         stage=how.stage,
     )
     subject.aim_at(runtime)
+    if "cache_params" in inspect.signature(subject.model.forward).parameters:
+        raise SearchError(
+            f"{subject.where}: {type(subject.model).__name__} keeps states of one size and no keys and values, which a "
+            "fit is for; `bitplan search --bytes` finds its weights' formats"
+        )
     aims_of(fit_goal.kinds, cut.kinds)  # refused now, not after minutes
     loaded = _with_kernels(subject, fit_goal.engine, names, is_asked=bool(formats))
     return _Fitter(subject, Searcher(subject, cut, loaded, folder, how, meter=JointMeter), fit_goal, folder).find()

@@ -53,6 +53,18 @@ def test_formats_lists_every_format(capsys):
     assert all(f" {fmt.name} " in out for fmt in list_formats())
 
 
+def test_a_folder_that_is_gone_and_a_closed_output_are_no_tracebacks(model, tmp_path, monkeypatch, capsys):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert run(["quantize", str(tmp_path / model), "out.safetensors", "--format", "int8_row"]) == 2
+    assert "the current folder is no longer there" in capsys.readouterr().err
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdout", None)
+    assert run(["inspect"]) == 0
+
+
 def test_formats_as_json(capsys):
     assert run(["inspect", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(list_formats())

@@ -142,6 +142,13 @@ def test_too_little_memory_says_the_smallest_and_too_much_that_nothing_is_needed
         bitplan.fit(tiny_llama(), tokens(), goal=FitGoal(10**9, CONTEXT), formats=FORMATS, out=folder)
 
 
+def test_a_model_without_keys_and_values_is_refused():
+    sizes = {"vocab_size": 96, "hidden_size": 32, "state_size": 8, "num_hidden_layers": 1}
+    model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
+    with pytest.raises(SearchError, match="MambaForCausalLM keeps states of one size and no keys and values"):
+        bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT))
+
+
 def test_a_stopped_fit_goes_on_with_what_was_measured(fitted, monkeypatch):
     model, folder, result = fitted
     monkeypatch.setattr(fit, "gather_kv", None)  # would be called where nothing is known
