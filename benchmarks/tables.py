@@ -954,6 +954,22 @@ def training_choice_table() -> str:
     return "\n".join([*head, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
+def kinds_table() -> str:
+    """A plan of 4.5 bits rounded by the given text alone, and by the model's own beside it, on two kinds of text."""
+    found = _read("kinds_lm26m")
+    theirs = {row["plan"]: row for row in found["comparison"]}
+    lines = [
+        "| 26M llama, statistics of | MB | KL, the given kind | of llama.cpp's | KL, Shakespeare | of llama.cpp's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, row in found["rows"].items():
+        shares = [f"{theirs[name][f'of_{kind}']:.2f}" if name in theirs else "" for kind in ("same", "other")]
+        kls = [f"{row['kl'][kind]:.4f}" for kind in ("same", "other")]
+        cells = [name, f"{row['tensor_bytes'] / 1e6:.2f}", kls[0], shares[0], kls[1], shares[1]]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def _kl_of(name: str) -> str:
     row = next(row for row in _read("quality_lm26m")["rows"] if row["format"] == name)
     formats = name.replace(", embeddings ", "`, embeddings `")
@@ -995,6 +1011,7 @@ PLACES = {  # page: its tables
         controller_table,
         peers_table,
         trees_kinds_table,
+        kinds_table,
     ),
     "docs/trees.md": (
         trees_precision_table,
