@@ -128,17 +128,19 @@ def _decode(name: str, size: str, heading: str, modes: tuple[str, ...]) -> str:
 
 
 def launched_table() -> str:
-    """One token launch by launch, compiled, and by transformers' generate: all formats in turns."""
+    """One token launch by launch, compiled, by transformers' generate, and replayed: all formats in turns."""
     labels = {
         "eager": "eager",
         "compiled in turns": "compiled layers, no graph",
-        "generate": "transformers' `generate`",
+        "generate after": "transformers' `generate`",
+        "generate after, bitplan's loop": "`bitplan generate`: a graph",
     }
-    rows = [row for row in _read("decode_8b_nvidia_h200")["rows"] if row["mode"] in labels]
+    names = ("decode_8b_nvidia_h200", "decode_generate_nvidia_h200")
+    rows = [row for name in names for row in _read(name)["rows"] if row["mode"] in labels]
     times = {(row["mode"], row["format"]): f"{row['ms']:.1f}" for row in rows}
     formats = list(dict.fromkeys(row["format"] for row in rows))
     lines = [f"| ms a token | {' | '.join(formats)} |", "|---" * (len(formats) + 1) + "|"]
-    for mode in (mode for mode in labels if any(row["mode"] == mode for row in rows)):
+    for mode in labels:
         lines.append(f"| {labels[mode]} | " + " | ".join(times.get((mode, fmt), "") for fmt in formats) + " |")
     return "\n".join(lines)
 
