@@ -8,8 +8,9 @@ Contenders are processes of their own and fit in turns, `--repeats` times; a row
 that was binning, and the loss on 100,000 other rows (for 2k10: 20,000). Compiling is not timed, reading the frame is:
 the table is a pandas frame as read from a file of columns (an array where pandas is not installed). `--seconds` limits
 one fit: a contender that takes longer is stopped, its row says `cut`, and one that took more than a third is not
-repeated. `--total` limits the run: what has not begun by then is left out, and the result says so. `--append` keeps
-the cells that the file has, but for those that are measured anew; each row has the commit that it was measured on.
+repeated. `--total` limits the run: what has not begun by then is left out, and the result says so. The file is written
+after every turn of a cell, so that a run which is killed leaves what it measured. `--append` keeps the cells that the
+file has, but for those that are measured anew; each row has the commit that it was measured on.
 
 LightGBM fits at its defaults, where it tries rows and columns and keeps the faster, and by rows and by columns; float
 and quantized. XGBoost grows the best leaf first, as the others do (`hist`); the wheel `xgboost-cpu` is small, and
@@ -347,8 +348,8 @@ class Turns:
         for contender in self._running.values():
             contender.end()
 
-    def fit(self, name: str, folder: str, trees: int, threads: int) -> list[dict[str, Any]]:
-        """A row for each contender that had time to begin."""
+    def fit(self, name: str, folder: str, trees: int, threads: int) -> Iterator[list[dict[str, Any]]]:
+        """After each turn, a row for each contender that had time to begin."""
         answers: dict[str, list[dict[str, Any]]] = {}
         cut: set[str] = set()
         for turn in range(self._repeats):
@@ -367,7 +368,7 @@ class Turns:
                     cut.add(contender)
                     print(f"{contender}: {type(error).__name__} {error}", file=sys.stderr)
                     self._running.pop(contender).end()
-        return [self._row(each, name, trees, threads, answers.get(each, []), each in cut) for each in self._names]
+            yield [self._row(each, name, trees, threads, answers.get(each, []), each in cut) for each in self._names]
 
     def _row(
         self, contender: str, name: str, trees: int, threads: int, answers: list[dict[str, Any]], is_cut: bool
@@ -413,12 +414,13 @@ def run_all(
                 for threads in _numbers(counts or given.threads):
                     if threads > cores:
                         continue
-                    rows = turns.fit(name, folder, trees, threads)
-                    if any("seconds" in row for row in rows):
-                        result[:] = [row for row in result if _cell_of(row) != _cell_of(rows[0])]
-                    result += rows
+                    before, rows = list(result), []
+                    for rows in turns.fit(name, folder, trees, threads):
+                        is_new = any("seconds" in row for row in rows)
+                        kept = [row for row in before if _cell_of(row) != _cell_of(rows[0])] if is_new else before
+                        result[:] = [*kept, *rows]
+                        save(result)
                     print("\n".join(map(line_of, rows)), flush=True)
-                    save(result)
 
 
 def _numbers(text: str) -> list[int]:
