@@ -154,6 +154,26 @@ def meet(places, place, team, looks):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def gather(me, places, place, team, looks):  # type: ignore[no-untyped-def]
+    """`meet` in two halves: the first thread goes on when all others wait, these when it calls `release`."""
+    if me == 0:
+        look = 0
+        while read(places, place) < team - 1:
+            look += 1
+            wait(look, looks)
+        write(places, place, 0)
+    else:
+        turn = read(places, place + LINE)
+        fetch_add(places, place, 1)
+        wait_for_change(places, place + LINE, turn, looks)
+
+
+@inlined
+def release(places, place):  # type: ignore[no-untyped-def]
+    fetch_add(places, place + LINE, 1)
+
+
+@inlined
 def join(places, came, size, most, patience, looks):  # type: ignore[no-untyped-def]
     """The number of this thread in a team, from 0, and how many it has; -1: it began without this thread.
 

@@ -2,10 +2,10 @@
 thread that comes late is not waited for: the tree is the same without it.
 
 A leaf is expanded by one thread, ahead of the queue, or by all of them (`nodes.take` says which). Of a leaf of many
-rows each thread sums a histogram of its own part of the rows, then each adds up a part of the cells and judges a part
-of the features; of a leaf of few rows each sums and judges features of its own, and what is one thread's work the first
-does. Integers may be added in any order, and of equal gains the lowest feature wins, so the tree is the same for any
-number of threads.
+rows each thread sums a histogram of its own part of the rows, then each adds up and judges features of its own; of a
+leaf of few rows each sums them, too. What is one thread's work the first does, while the others copy or wait. Integers
+may be added in any order, and of equal gains the lowest feature wins, so the tree is the same for any number of
+threads.
 
 Histograms lie in one pool, a slot for each leaf that could be split; slots are used again from tree to tree.
 """
@@ -14,7 +14,19 @@ from __future__ import annotations
 
 import numpy as np
 
-from bitplan.base.loops.atomics import LINE, cycles, fetch_add, join, lock, meet, read, unlock, wait_for_change
+from bitplan.base.loops.atomics import (
+    LINE,
+    cycles,
+    fetch_add,
+    gather,
+    join,
+    lock,
+    meet,
+    read,
+    release,
+    unlock,
+    wait_for_change,
+)
 from bitplan.base.loops.jit import call_at, run_at
 from bitplan.trees.loops.compiling import called, compiled, inlined, prefetch
 from bitplan.trees.loops.histogram import BINS, PANEL, ROW, unpack_cell
@@ -84,6 +96,20 @@ def _meet(me, team, sync, ticks, phase):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _gather(me, team, sync, ticks, phase):  # type: ignore[no-untyped-def]
+    """Wait, at the end of a phase: the first thread for the others, these until it calls `_release`."""
+    _spend(ticks, me, phase)
+    gather(me, sync, MEETING, team, sync[LOOKS])
+    _spend(ticks, me, WAITING)
+
+
+@inlined
+def _release(sync, ticks):  # type: ignore[no-untyped-def]
+    _spend(ticks, 0, QUEUE)
+    release(sync, MEETING)
+
+
+@inlined
 def _add_part(entries, first, last, data, kernels, scales, pairs, cells, words):  # type: ignore[no-untyped-def]
     """Add entries first..last to narrow cells."""
     panels, firsts, used, hess = data
@@ -126,31 +152,46 @@ def _copy_column(me, team, sync, ticks, work, data, feature):  # type: ignore[no
     _meet(me, team, sync, ticks, PARTITION)
 
 
-@called
-def _partition(me, team, sync, ticks, work, data, goes_left, nodes, node):  # type: ignore[no-untyped-def]
-    """Rows that go left first, in their order; returns how many."""
-    entries, spare, columns, is_there = work[0], work[1], work[2], work[3]
-    start, stop, feature = nodes[node, START], nodes[node, STOP], nodes[node, FEATURE]
-    if not is_there[feature] and (stop - start) * COPY_SHARE > columns.shape[1]:
-        _copy_column(me, team, sync, ticks, work, data, feature)
+@inlined
+def _part_of(nodes, node, me, team):  # type: ignore[no-untyped-def]
+    """This thread's part of a node's rows."""
+    start, stop = nodes[node, START], nodes[node, STOP]
     share = (stop - start + team - 1) // team
     first = min(start + me * share, stop)
-    last = min(first + share, stop)
+    return first, min(first + share, stop)
+
+
+@called
+def _part_own(me, team, sync, ticks, work, data, goes_left, nodes, node):  # type: ignore[no-untyped-def]
+    """Part this thread's rows in `spare`; returns how many of the node's go left, when all threads are here."""
+    entries, spare, columns, is_there = work[0], work[1], work[2], work[3]
+    feature = nodes[node, FEATURE]
+    if not is_there[feature] and (nodes[node, STOP] - nodes[node, START]) * COPY_SHARE > columns.shape[1]:
+        _copy_column(me, team, sync, ticks, work, data, feature)
+    first, last = _part_of(nodes, node, me, team)
     bins, row_bytes = bins_of(work, data, feature)
     sync[LEFTS + me * LINE] = _part_apart(entries, first, last, bins, row_bytes, goes_left, node, spare)
     _meet(me, team, sync, ticks, PARTITION)
-    here, before, total = sync[LEFTS + me * LINE], np.int64(0), np.int64(0)
+    total = np.int64(0)
     for other in range(team):
-        before += sync[LEFTS + other * LINE] if other < me else 0
         total += sync[LEFTS + other * LINE]
+    return total
+
+
+@called
+def _bring_back(me, team, sync, work, nodes, node, total):  # type: ignore[no-untyped-def]
+    """Copy what this thread parted to its place: rows that go left first, all in their order."""
+    entries, spare = work[0], work[1]
+    start, before, here = nodes[node, START], np.int64(0), sync[LEFTS + me * LINE]
+    first, last = _part_of(nodes, node, me, team)
+    for other in range(me):
+        before += sync[LEFTS + other * LINE]
     to = start + before
     for i in range(here):
         entries[U(to + i)] = spare[U(first + i)]
     to = start + total + (first - start - before)
     for i in range(last - first - here):
         entries[U(to + i)] = spare[U(last - 1 - i)]
-    _meet(me, team, sync, ticks, PARTITION)
-    return total
 
 
 @called
@@ -207,9 +248,9 @@ def _pack_cell(cells, words, at, grad, hess, rows):  # type: ignore[no-untyped-d
 
 @called
 def _add_up(me, team, parts, part_words, workers, out, out_words, parent, parent_words, rest, rest_words):  # type: ignore[no-untyped-def]
-    """This thread's part of the cells: out = the sum of all parts, rest = parent - out (unless rest is empty)."""
-    count = out.size // out_words
-    first, last = count * me // team, count * (me + 1) // team
+    """The cells of this thread's features: out = the sum of all parts, rest = parent - out (unless rest is empty)."""
+    begin, end = _own_features(me, team, out.size // out_words)
+    first, last = begin * BINS, end * BINS
     if out_words == part_words and (rest.size == 0 or parent_words == rest_words == out_words):
         for at in range(first * out_words, last * out_words):
             total = parts[0, U(at)]
@@ -260,8 +301,10 @@ def _free_hopeless(nodes, ready, counts, free, sizes):  # type: ignore[no-untype
 
 
 @inlined
-def _share(columns, me, team):  # type: ignore[no-untyped-def]
-    return columns[columns.size * me // team : columns.size * (me + 1) // team]
+def _own_features(me, team, cells):  # type: ignore[no-untyped-def]
+    """The first and the end of the features whose cells this thread alone writes, and judges."""
+    twos = cells // (TWO * BINS)
+    return TWO * (twos * me // team), TWO * (twos * (me + 1) // team)
 
 
 @inlined
@@ -303,16 +346,11 @@ def _judge_part(me, cells, words, rest, rest_words, small, large, tables, own, f
 
 @called
 def _sum_few(me, team, start, stop, data, kernels, entries, row_bytes, scales, pairs, cells, words, rest, features):  # type: ignore[no-untyped-def]
-    """Add entries to the cells of this thread's features, and take these from those of the parent, in `rest`.
-
-    Returns its part of `features`: numbers, categories, all.
-    """
+    """Add entries to the cells of this thread's features, and take these from those of the parent, in `rest`."""
     panels, firsts, used, hess = data
-    twos = cells.size // (TWO * BINS * words)
-    begin, end = TWO * (twos * me // team), TWO * (twos * (me + 1) // team)
-    numeric, categories = _within(features[0], begin, end), _within(features[1], begin, end)
-    every, rows = _within(features[2], begin, end), entries[start:stop]
-    if every.size:
+    begin, end = _own_features(me, team, cells.size // words)
+    rows = entries[start:stop]
+    if _within(features[2], begin, end).size:
         begin_cell, end_cell = begin * BINS * words, end * BINS * words
         cells[begin_cell:end_cell] = 0
         for at in range(used.size):
@@ -323,7 +361,6 @@ def _sum_few(me, team, start, stop, data, kernels, entries, row_bytes, scales, p
                 run_at(kernels[ADD_FEW], (*where, rows, hess, scales[0], scales[1], pairs, cells[base:]))
         for cell in range(begin_cell, end_cell):
             rest[U(cell)] -= cells[U(cell)]
-    return numeric, categories, every
 
 
 @called
@@ -488,11 +525,12 @@ def grow_tree(  # type: ignore[no-untyped-def]
             _meet(me, team, sync, ticks, QUEUE)
         else:
             if not sync[IS_DIVIDED]:
-                left_size = _partition(me, team, sync, ticks, work, data, goes_left, nodes, chosen)
-                if me == 0:
+                left_size = _part_own(me, team, sync, ticks, work, data, goes_left, nodes, chosen)
+                if me == 0:  # the tables, while others copy
                     dividing = nodes, reals, chosen, left_size, monotone, scales, rules
                     small = call_at(kernels[DIVIDE], (entries, columns, spare, goes_left, *dividing))
                     _give_slots(chosen, small, _is_last(order), nodes, counts, free, sizes, sync)
+                _bring_back(me, team, sync, work, nodes, chosen, left_size)
                 _meet(me, team, sync, ticks, PARTITION)
             small = sync[SMALL]
             large = 2 * nodes[chosen, CHILD] + 1 - small
@@ -506,7 +544,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 parent, parent_words = _cells(pool, nodes[chosen, SLOT], sizes)
             if large >= 0 and parent_words == sizes[NARROW] and count <= sizes[CELLS]:
                 given = entries, work[5], scales, pairs[me], cells, words, rest, features
-                mine = _sum_few(me, team, first, last, data, kernels, *given)
+                _sum_few(me, team, first, last, data, kernels, *given)
                 _spend(ticks, me, SUM)
             else:
                 spaces = pairs[me], narrow_parts[me], wide_parts[me]
@@ -515,8 +553,8 @@ def grow_tree(  # type: ignore[no-untyped-def]
                 _meet(me, team, sync, ticks, SUM)
                 all_parts = wide_parts if part_words == WIDE else narrow_parts
                 _add_up(me, team, all_parts, part_words, workers, cells, words, parent, parent_words, rest, rest_words)
-                _meet(me, team, sync, ticks, SUM)
                 if is_root:  # its sums are those of any feature
+                    _gather(me, team, sync, ticks, SUM)
                     if me == 0:
                         column = every[0] * BINS
                         for bin_ in range(BINS):
@@ -524,10 +562,12 @@ def grow_tree(  # type: ignore[no-untyped-def]
                             nodes[0, GRAD] += grad
                             nodes[0, GRAD + 1] += weight
                             nodes[0, ROWS] += rows
-                    _meet(me, team, sync, ticks, SUM)
-                mine = _share(numeric, me, team), _share(categories, me, team), _share(every, me, team)
+                        _release(sync, ticks)
+                _spend(ticks, me, SUM)
+            begin, end = _own_features(me, team, sizes[CELLS])
+            mine = _within(numeric, begin, end), _within(categories, begin, end), _within(every, begin, end)
             _judge_part(me, cells, words, rest, rest_words, small, large, tables, own, mine, options, kernels)
-        _meet(me, team, sync, ticks, JUDGING)
+        _gather(me, team, sync, ticks, JUDGING)
         node, slot, unused = np.int64(-1), np.int64(-1), np.int64(0)
         if me == 0:
             if not is_root and (small < 0 or sync[LARGE_SLOT] != nodes[chosen, SLOT]):
@@ -544,7 +584,7 @@ def grow_tree(  # type: ignore[no-untyped-def]
             node = _choose(np.int64(-1) if is_root else chosen, team, sync, *more)
             if node >= 0:
                 slot = _slot_for(counts, free, np.int64(0), sizes)
-        _meet(me, team, sync, ticks, QUEUE)
+            _release(sync, ticks)
         is_root, chosen = False, sync[CHOSEN]
         if chosen == WAIT:  # a leaf for each thread, until the next one is for all
             while True:
@@ -573,10 +613,10 @@ def grow_tree(  # type: ignore[no-untyped-def]
                     _spend(ticks, me, WAITING)
                 elif node < 0:
                     break
-            _meet(me, team, sync, ticks, QUEUE)
+            _gather(me, team, sync, ticks, QUEUE)
             if me == 0:
                 _choose(np.int64(-1), team, sync, *more)
-            _meet(me, team, sync, ticks, QUEUE)
+                _release(sync, ticks)
             chosen = sync[CHOSEN]
         if chosen < 0:
             return
