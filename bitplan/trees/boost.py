@@ -429,13 +429,13 @@ class HostScores:
         if not self._settings.renew_leaves:
             self._warn_of_coarse_leaves(grown.tree, gradients.hess_scale)
             return grown.tree.leaf_value
-        unit: Array = np.array(units(*gradients.tops, self._span.total))
+        unit = units(*gradients.tops, self._span.total)
         sums = np.zeros((grown.tree.leaves, 2), np.int64)
         where = grown.rows, row_pieces.First(), row_pieces.End(), grown.run_ends, grown.run_leaves
-        arguments = *where, *self._by_output[output], *(1.0 / unit).tolist(), sums.reshape(-1)
+        arguments = *where, *self._by_output[output], 1.0 / unit[0], 1.0 / unit[1], sums.reshape(-1)
         row_pieces.run(trees_gradients.sum_leaves, len(self._scores), SUM_NS, *arguments, pieces=1)
-        totals = self._shards.add(sums, "sums of leaves") * unit
-        return newton_steps(totals, self._settings.rules, grown.leaf_bounds)
+        totals = self._shards.add(sums, "sums of leaves")
+        return newton_steps(totals, unit, self._settings.rules, grown.leaf_bounds)
 
     def _warn_of_coarse_leaves(self, tree: Tree, hess_scale: float) -> None:
         """Say once that leaves are sums of so few codes that rounding shows."""

@@ -326,8 +326,8 @@ class TreeGrower:
         return tuple(sets)
 
 
-def newton_steps(sums: Array, rules: GrowthRules, bounds: Array) -> Array:
-    """The Newton step of each leaf, from its sums of gradients and hessians (leaves, 2), within bounds."""
+def newton_steps(sums: Array, units: tuple[float, float], rules: GrowthRules, bounds: Array) -> Array:
+    """The Newton step of each leaf, within bounds; sums (leaves, 2) are of gradients and hessians, in these units."""
     steps: Array = np.empty(len(sums))
-    kernels.leaf_values(sums, rules.numbers, bounds, steps)
+    kernels.leaf_values(sums, *units, rules.numbers, bounds, steps)
     return steps

@@ -37,19 +37,22 @@ class Growth:
 
     def __init__(self, max_leaves: int, best_first: bool, capacity: int = 0) -> None:
         capacity = capacity or 4 * max_leaves + 2  # half of them for expansions that the tree will not need
-        self.nodes, self.reals = np.zeros((capacity, kernels.NODE_COLUMNS), np.int64), np.zeros((capacity, 4))
+        shapes = (capacity, kernels.NODE_COLUMNS), (capacity, 4), (max_leaves, 3), (max_leaves, 3), (capacity, 3)
+        ends = np.cumsum([rows * columns for rows, columns in shapes])
+        self._space = np.zeros(ends[-1], np.int64)  # of all tables that begin empty
+        tables = [part.reshape(shape) for part, shape in zip(np.split(self._space, ends[:-1]), shapes, strict=True)]
+        self.nodes, reals, self.leaves, self.splits, self.ready = tables
+        self.reals: Array = reals.view(np.float64)
         self.goes_left = np.empty((capacity, BINS), np.uint8)
-        self.leaves, self.splits = np.zeros((max_leaves, 3), np.int64), np.zeros((max_leaves, 3), np.int64)
         self.counts = np.array(FIRST_COUNTS)
         self.best_first = best_first
         self.histograms: dict[int, Histogram] = {}
-        self.ready, self.top = np.zeros((capacity, 3), np.int64), np.empty(max(max_leaves - 2, 0))
+        self.top = np.empty(max(max_leaves - 2, 0))
         self._tables = self.nodes, self.reals, self.leaves, self.splits, self.counts, self.ready, self.top, best_first
 
     def begin(self) -> None:
         """Forget the tree that is there: the next one has only its root."""
-        for table in (self.nodes, self.reals, self.splits, self.leaves, self.ready):
-            table[:] = 0
+        self._space[:] = 0
         self.counts[:] = FIRST_COUNTS
 
     def set_root(self, size: int, totals: Array) -> None:

@@ -152,8 +152,7 @@ class CudaScores:
         sums = torch.zeros((grown.tree.leaves, 2), dtype=torch.int64, device=self._device)
         numbers = _send_floats(self._sent, 1.0 / of)
         self._grower.launch_on_leaves(kernels.sum_leaves, self._grads[output], self._hess[output], numbers, sums)
-        totals = sums.cpu().numpy() * of
-        return newton_steps(totals, self._rules, grown.leaf_bounds)
+        return newton_steps(sums.cpu().numpy(), (float(of[0]), float(of[1])), self._rules, grown.leaf_bounds)
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         """Add the tree's values to the scores."""

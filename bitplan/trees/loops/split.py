@@ -57,11 +57,12 @@ def leaf_value(grad, hess, l1, l2, low, high):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def leaf_values(sums, rules, bounds, values):  # type: ignore[no-untyped-def]
-    """The same of many leaves: sums are gradients and hessians."""
+def leaf_values(sums, grad_unit, hess_unit, rules, bounds, values):  # type: ignore[no-untyped-def]
+    """The same of many leaves: sums are gradients and hessians, as multiples of units."""
     for leaf in range(values.size):
         of, ends = sums[leaf], bounds[leaf]
-        values[leaf] = leaf_value(of[0], of[1], rules[L1], rules[L2], ends[0], ends[1])
+        grad, hess = np.float64(of[0]) * grad_unit, np.float64(of[1]) * hess_unit
+        values[leaf] = leaf_value(grad, hess, rules[L1], rules[L2], ends[0], ends[1])
 
 
 @inlined
