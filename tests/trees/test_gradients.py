@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import pytest
 
@@ -18,9 +20,11 @@ from bitplan.trees.gradients import (
     prepare,
 )
 from bitplan.trees.histogram import codes_of
+from bitplan.trees.loops import gradients as loops
 from tests.trees.naive import decoded_gradients
 
 F32_MAX = float(np.finfo(np.float32).max)
+POWERS = "045d45145cdc313b6133d38224ca8fd7b20ade20763f0b7a49ba251796ff0712"
 
 
 def floats(*numbers):
@@ -172,3 +176,32 @@ def test_arrays_that_loops_would_misread_are_refused_by_name(make):
             make(grads, hess)
     make(plain, plain)
     make(plain[:0], plain[:0])
+
+
+@pytest.mark.parametrize("farthest", [1e-9, 3.0, 400.0, 800.0, np.inf])
+def test_gradients_of_two_classes_at_any_score(farthest):
+    """Beyond 500 the system's exp is called, for all rows of a piece."""
+    scores = np.r_[np.linspace(-3, 3, 1001), -farthest, farthest]
+    y = np.arange(len(scores)) % 2.0
+    grads, hess = np.empty((2, len(scores)), np.float32)
+    loops.binary(y, scores, np.empty(0), grads, hess)
+    with np.errstate(over="ignore"):
+        share = 1 / (1 + np.exp(-scores))
+    np.testing.assert_array_max_ulp(grads, (share - y).astype(np.float32))
+    np.testing.assert_array_max_ulp(hess, (share * (1 - share)).astype(np.float32))
+
+
+def test_exponentials_are_the_same_bits_on_every_system():
+    powers, left = loops._powers_of_two()
+    whole = powers + (np.arange(128, dtype=np.uint64) << np.uint64(45))
+    np.testing.assert_array_max_ulp(whole.view(np.float64), 2.0 ** (np.arange(128) / 128))
+    assert np.abs(left).max() < 2.0**-53
+    assert hashlib.sha256(powers.tobytes() + left.tobytes()).hexdigest() == POWERS
+
+
+@pytest.mark.parametrize("drawn_by", [(0, 0, 0), (2**32 - 1, 499, 9), (12345, 1, 0)])
+def test_keys_of_trees_are_numpys(drawn_by):
+    keys = np.empty(2, np.uint64)
+    loops.draw_keys(*drawn_by, keys)
+    expected = np.random.SeedSequence(np.array(drawn_by, np.uint32)).generate_state(2, np.uint64)
+    np.testing.assert_array_equal(keys, expected)
