@@ -17,6 +17,7 @@ import pytest
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # torch's threads else look for work for 10 ms after every loop
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -66,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)  # the suite itself runs in several workers
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         if not devices.is_available():  # a seed for later is kept with the whole stack as text: 1.5 ms for each seed
-            devices.manual_seed_all = lambda seed: None
+            devices.manual_seed_all = lambda _: None
     if not torch.cuda.is_available():  # Triton reads this when it is first imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
