@@ -16,7 +16,8 @@ from bitplan.rounding import round_columns
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compiled_loops() -> Iterator[None]:
+def compiled_loops() -> Iterator[pytest.MonkeyPatch]:
+    """A test of what small weights take by themselves undoes it, for the rest of its module."""
     real = dispatch._explain
 
     def explain(table: str, *given: Any) -> dispatch.Picked:
@@ -26,4 +27,4 @@ def compiled_loops() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "_explain", explain)
         patch.setattr(round_columns, "SMALLEST_FOR_CPU", 1)
-        yield
+        yield patch
