@@ -55,12 +55,22 @@ class CudaTreeGrower(TreeGrower):
         self._pool = self._empty(self._slots * self._features * 2 * kernels.BINS)
         self._judge_there = Judge(bins, rules, self._monotone, self._wave, device)
         # What goes to the card before a wave, and what comes back, each by one copy.
-        words = kernels.BINS // 8 if self._has_categories else 1  # of a set
+        width = kernels.BINS if self._has_categories else 0  # of a set
+        words = max(width, 16) // 8
         self._ends_at = (self._wave + 1) * waves.COLUMNS
         self._sets_at, self._found_sets_at = self._ends_at + 4 * self._wave, 2 * self._wave * waves.RESULT
         given, result = Sent(self._sets_at + self._wave * words, device), self._found_sets_at + 2 * self._wave * words
-        self._given, self._result, self._host_given = given, self._empty(result), given.host
+        self._given, self._result = given, self._empty(result)
         self._host_result = torch.zeros(result, dtype=torch.int64, pin_memory=device.type == "cuda")
+        # Both as `waves` has them: table, bounds and sets; result and sets.
+        of_children = given.host[self._ends_at : self._sets_at].numpy().view(np.float64).reshape(-1, 2)
+        sets, found_sets = (
+            part.numpy().view(np.uint8).reshape(-1, 8 * words)[:, :width]
+            for part in (given.host[self._sets_at :], self._host_result[self._found_sets_at :])
+        )
+        table = given.host[: self._ends_at].numpy().reshape(-1, waves.COLUMNS)
+        result_rows = self._host_result[: self._found_sets_at].numpy().reshape(-1, waves.RESULT)
+        self._wave_given, self._wave_found = (table, of_children, sets), (result_rows, found_sets)
         self._parts = Sent((self._most_parts + 1) * PARTS_COLUMNS, device)
         self._of_leaves: dict[str, PreparedLaunch] = {}  # by the kernel's name
         self._launches = self._prepare()
@@ -168,30 +178,18 @@ class CudaTreeGrower(TreeGrower):
 
     # ---- waves -------------------------------------------------------------------------------------------------------
 
-    @property
-    def _wave_table(self) -> Array:
-        """Of the next wave, on the host: a row for each node, see `waves`."""
-        table: Array = self._host_given[: self._ends_at].numpy().reshape(-1, waves.COLUMNS)
-        return table
-
-    @property
-    def _wave_result(self) -> Array:
-        """Of the last wave, on the host: a row for each child, see `waves`."""
-        result: Array = self._host_result[: self._found_sets_at].numpy().reshape(-1, waves.RESULT)
-        return result
-
     def _judge_root(self, rows: int) -> Array:
         """The root's best split, into the tables; its sums."""
         self._free[-1] -= 1
         slot = int(self._free[self._free[-1]])
-        waves.root_wave(self._wave_table, rows, slot, self._sizes)
-        growth, root = self._growth, np.array([[0, -1]])
-        self._send_bounds(root)
+        table, bounds, _ = self._wave_given
+        waves.root_wave(table, rows, slot, self._sizes)
+        growth = self._growth
+        bounds[0] = growth.reals[0, split.LOW : split.HIGH + 1]
         self._run_wave()
-        result = self._wave_result[0]
-        waves.note_root(result, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
+        result, found_set = (part[0] for part in self._wave_found)
+        waves.note_root(result, found_set, growth.nodes, growth.reals, growth.goes_left, self._by_feature)
         growth.nodes[0, split.SLOT] = slot
-        self._note_sets(root)
         sums: Array = result[waves.RESULT_NODE :]
         return sums
 
@@ -200,10 +198,9 @@ class CudaTreeGrower(TreeGrower):
         growth = self._growth
         tables = growth.nodes, growth.reals, growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         wave = np.zeros((self._wave, 2), np.int64)
-        result, table = self._wave_result, self._wave_table
         if self._loops is None:
             self._loops = waves.addresses(growth, self._monotone, self._scales, self._numbers)
-        done, children = 0, np.empty((0, 2), np.int64)
+        done = 0
         while True:
             done = waves.next_wave(
                 self._loops,
@@ -211,8 +208,8 @@ class CudaTreeGrower(TreeGrower):
                 growth.goes_left,
                 wave,
                 done,
-                result,
-                table,
+                self._wave_found,
+                self._wave_given,
                 self._free,
                 self._by_feature,
                 self._monotone,
@@ -221,36 +218,9 @@ class CudaTreeGrower(TreeGrower):
                 self._numbers,
                 self._sizes,
             )
-            self._note_sets(children)
             if not done:
                 return
-            if self._has_categories or self._judge_there.is_monotone:
-                children = self._children(wave[:done])
-                self._send_bounds(children)
-            if self._has_categories:
-                sets = self._host_given[self._sets_at :].view(torch.uint8).numpy().reshape(-1, kernels.BINS)
-                sets[:done] = growth.goes_left[wave[:done, waves.NODE]]
             self._run_wave()
-
-    def _children(self, wave: Array) -> Array:
-        """The smaller child and the larger of each node of a wave, (nodes, 2); -1: neither can be split."""
-        nodes, small = wave[:, waves.NODE], wave[:, waves.SMALL]
-        first = self._growth.nodes[nodes, split.CHILD]
-        return np.where(small[:, None] < 0, -1, np.column_stack([small, 2 * first + 1 - small]))
-
-    def _send_bounds(self, children: Array) -> None:
-        """Put the bounds of children's values where the next wave takes them from; -1: no child."""
-        bounds = self._host_given[self._ends_at : self._sets_at].view(torch.float64).numpy().reshape(-1, 2)
-        bounds[: children.size] = self._growth.reals[children.reshape(-1), split.LOW : split.HIGH + 1]
-
-    def _note_sets(self, children: Array) -> None:
-        """Copy the last wave's sets of categories into the tree's tables."""
-        if not self._has_categories:
-            return
-        growth, children = self._growth, children.reshape(-1)
-        is_set = (children >= 0) & (growth.nodes[children, split.BIN] < 0)
-        sets = self._host_result[self._found_sets_at :].view(torch.uint8).numpy().reshape(-1, kernels.BINS)
-        growth.goes_left[children[is_set]] = sets[: len(children)][is_set]
 
     def _run_wave(self) -> None:
         """Launch the steps of a wave and wait for its result."""

@@ -75,8 +75,10 @@ def _side_gain(grad, hess, l1, l2, HAS_L1: tl.constexpr):
 def _value(grad, hess, l1, l2, low, high):
     """The value of a leaf, as `trees.loops.split.leaf_value`."""
     step, whole = _shrunk(grad, l1), hess + l2
-    step = tl.where(grad < 0.0, step, 0.0 - step) / tl.where(whole > 0.0, whole, 1.0)
-    step = tl.where(whole > 0.0, step, 0.0)
+    # A card divides zero by another way, which takes long.
+    has_step = (step > 0.0) & (whole > 0.0)
+    step = tl.where(grad < 0.0, step, 0.0 - step)
+    step = tl.where(has_step, tl.where(has_step, step, 1.0) / tl.where(has_step, whole, 1.0), 0.0)
     step = tl.where(low > step, low, step)
     return tl.where(high < step, high, step)
 
@@ -431,7 +433,7 @@ class Judge:
         self._rules, self._wave, self._features, self._sets = rules, wave, features, len(sets)
         # As on the CPU: bounds hold where a column of bins has a sign, or where there is L1.
         is_bounded = bool(np.any(monotone)) or rules.l1 > 0
-        self.is_monotone = is_bounded and bool(rules.numbers[split.IS_MONOTONE])
+        self._is_monotone = is_bounded and bool(rules.numbers[split.IS_MONOTONE])
         set_of = np.full(features, -1)
         set_of[sets] = np.arange(len(sets))
         self._counts, self._signs, self._set_of, self._set_features = (
@@ -479,7 +481,7 @@ class Judge:
         """The launches by the name of the kernel, in their order."""
         features, wave = self._features, self._wave
         sizes, has_sets = (features, self._sets), {"SETS": self._sets > 0}
-        kind = {"K": wave, "HAS_L1": self._rules.l1 > 0, "MONOTONE": self.is_monotone}
+        kind = {"K": wave, "HAS_L1": self._rules.l1 > 0, "MONOTONE": self._is_monotone}
         wide = {"K": wave, "WIDE": max(triton.next_power_of_2(features), LEAST_WIDE)}
 
         def prepared(kernel: Any, grid: int, numbers: tuple[int, ...], constants: Any, warps: int) -> PreparedLaunch:

@@ -40,8 +40,8 @@ def addresses(growth: Growth, monotone: Array, scales: Array, rules: Array) -> A
 
 
 @inlined
-def _note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
-    """A row of the result into the tables."""
+def _note_split(child, found, found_set, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
+    """A row of the result into the tables; the bin of a set of categories is -1."""
     feature = found[RESULT_FEATURE]
     reals[child, split.GAIN] = same_bits(found[RESULT_GAIN], np.float64)
     nodes[child, split.FEATURE], nodes[child, split.BIN] = feature, found[RESULT_BIN]
@@ -49,9 +49,13 @@ def _note_split(child, found, nodes, reals, goes_left, by_feature):  # type: ign
     for i in range(3):
         nodes[child, split.LEFT_GRAD + i] = found[RESULT_LEFT + i]
     nodes[child, split.GROUPS_BELOW] = nodes[child, split.GROUPS] & by_feature[feature, split.FEATURE_GROUPS]
-    for bin_ in range(split.MISSING):
-        goes_left[child, bin_] = bin_ <= found[RESULT_BIN]
-    goes_left[child, split.MISSING] = found[RESULT_MISSING_LEFT]
+    if found[RESULT_BIN] < 0:
+        for bin_ in range(found_set.size):
+            goes_left[child, bin_] = found_set[bin_]
+    else:
+        for bin_ in range(split.MISSING):
+            goes_left[child, bin_] = bin_ <= found[RESULT_BIN]
+        goes_left[child, split.MISSING] = found[RESULT_MISSING_LEFT]
 
 
 @inlined
@@ -69,17 +73,21 @@ def _set_segments(table, count, all_rows, sizes):  # type: ignore[no-untyped-def
 
 @compiled
 def next_wave(  # type: ignore[no-untyped-def]
-    kernels, tables, goes_left, wave, done, result, table, free, by_feature, monotone, space, scales, rules, sizes
+    kernels, tables, goes_left, wave, done, found, given, free, by_feature, monotone, space, scales, rules, sizes
 ):
-    """Note the results of the last wave's `done` nodes, then fill `table` for the next; returns how many it has.
+    """Note the results of the last wave's `done` nodes, then fill `given` for the next; returns how many it has.
 
     kernels addresses, see `addresses`
     tables  those of `nodes.take`, with whether the best leaf is first
+    found   of each child: the result; the set of categories that goes left, empty where no feature is a category
+    given   the table; bounds of each child's value; of each node the bins that go left, as wide as found sets
     free    slots for histograms; how many are free is the last number
     sizes   rows of a block, rows of a chunk of a histogram, groups of features, programs
     """
     nodes, reals, leaves, splits, counts, ready, top, best_first = tables
     entries, columns, spare = space
+    result, found_sets = found
+    table, bounds, sets = given
     queued = nodes, reals, leaves, splits, counts, ready, top, best_first, queue.ANY_ROWS
     for k in range(done):
         node, small = wave[k, NODE], wave[k, SMALL]
@@ -89,9 +97,9 @@ def next_wave(  # type: ignore[no-untyped-def]
             continue
         for side in range(2):
             child = 2 * nodes[node, split.CHILD] + 1 - small if side else small
-            found = result[2 * k + side]
+            at = 2 * k + side
             slot = table[k, LARGE_SLOT if side else SMALL_SLOT]
-            _note_split(child, found, nodes, reals, goes_left, by_feature)
+            _note_split(child, result[at], found_sets[at], nodes, reals, goes_left, by_feature)
             nodes[child, split.SLOT] = slot
             if not reals[child, split.GAIN] > 0.0:
                 free[free[-1]] = slot
@@ -129,6 +137,11 @@ def next_wave(  # type: ignore[no-untyped-def]
             here[SMALL_SLOT], here[LARGE_SLOT] = free[free[-1]], nodes[node, split.SLOT]
             here[SMALL_START], here[SMALL_STOP] = nodes[small, split.START], nodes[small, split.STOP]
             all_rows += here[SMALL_STOP] - here[SMALL_START]
+            for side in range(2):
+                child = 2 * nodes[node, split.CHILD] + 1 - small if side else small
+                bounds[2 * k + side, 0], bounds[2 * k + side, 1] = reals[child, split.LOW], reals[child, split.HIGH]
+        for bin_ in range(sets.shape[1]):
+            sets[k, bin_] = goes_left[node, bin_]
     table[most, NODES], table[most, BLOCKS] = count, blocks
     _set_segments(table, count, all_rows, sizes)
     return count
@@ -147,6 +160,6 @@ def root_wave(table, rows, slot, sizes):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def note_root(found, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
+def note_root(found, found_set, nodes, reals, goes_left, by_feature):  # type: ignore[no-untyped-def]
     """Its best split, into the tables."""
-    _note_split(0, found, nodes, reals, goes_left, by_feature)
+    _note_split(0, found, found_set, nodes, reals, goes_left, by_feature)
