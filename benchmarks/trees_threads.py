@@ -9,8 +9,9 @@ that was binning, and the loss on 100,000 other rows (for 2k10: 20,000). Compili
 the table is a pandas frame as read from a file of columns (an array where pandas is not installed). `--seconds` limits
 one fit: a contender that takes longer is stopped, its row says `cut`, and one that took more than a third is not
 repeated. `--total` limits the run: what has not begun by then is left out, and the result says so. The file is written
-after every turn of a cell, so that a run which is killed leaves what it measured. `--append` keeps the cells that the
-file has, but for those that are measured anew; each row has the commit that it was measured on.
+after every turn of a cell (`--profile`: every row), so that a run which is killed leaves what it measured. `--append`
+keeps the cells that the file has, but for those that are measured anew; each row has the commit that it was measured
+on.
 
 LightGBM fits at its defaults, where it tries rows and columns and keeps the faster, and by rows and by columns; float
 and quantized. XGBoost grows the best leaf first, as the others do (`hist`); the wheel `xgboost-cpu` is small, and
@@ -464,10 +465,11 @@ def ratios(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 # ---- where the time of our own fits goes -----------------------------------------------------------------------------
 
 
-def profile(given: argparse.Namespace) -> list[dict[str, Any]]:
-    """Of each table, precision and number of threads: milliseconds a tree of each part of a fit, and what threads do
-    early and late in it; of LightGBM the latter alone."""
-    result = []
+def profile(
+    given: argparse.Namespace, result: list[dict[str, Any]], save: Callable[[list[dict[str, Any]]], object]
+) -> None:
+    """Add to the result, of each table, precision and number of threads: milliseconds a tree of each part of a fit, and
+    what threads do early and late in it; of LightGBM the latter alone."""
     for name in given.tables.split(","):
         x, y = made_table(TABLES[name])
         train_x, train_y = frame_of(x[TABLES[name].test_rows :]), y[TABLES[name].test_rows :]
@@ -488,7 +490,7 @@ def profile(given: argparse.Namespace) -> list[dict[str, Any]]:
                             row |= _shares(when, passed[at] - passed[at - 1], counts[at] - counts[at - 1])
                     result.append(row)
                     print("  ".join(f"{key} {_short(value)}" for key, value in row.items()), flush=True)
-    return result
+                    save(result)
 
 
 def _short(value: Any) -> str:
@@ -641,7 +643,7 @@ def main() -> None:
         return harness.save("trees_threads", document, given.output)
 
     if given.profile:
-        rows += profile(given)
+        profile(given, rows, save)
     else:
         run_all(given, rows, save)
         for cell in ratios(rows):

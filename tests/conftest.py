@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
+import logging
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ import pytest
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # torch's threads else look for work for 10 ms after every loop
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -63,6 +65,9 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(1)  # the suite itself runs in several workers
+    for devices in (torch.cuda, torch.xpu, torch.mtia):
+        if not devices.is_available():  # a seed for later is kept with the whole stack as text: 1.5 ms for each seed
+            devices.manual_seed_all = lambda _: None
     if not torch.cuda.is_available():  # Triton reads this when it is first imported
         os.environ.setdefault("TRITON_INTERPRET", "1")
 
@@ -103,6 +108,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _file_of_the_last_test = item.nodeid.partition("::")[0]
         gc.collect()
         gc.freeze()
+        for logger in logging.root.manager.loggerDict.values():  # else pytest has its handlers taken up and put down
+            if isinstance(logger, logging.Logger):  # by each of 42 loggers of other libraries, six times a test
+                logger.propagate = True
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

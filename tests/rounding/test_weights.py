@@ -14,6 +14,7 @@ from bitplan.formats.codec import decode, encode
 from bitplan.rounding import round_columns
 from bitplan.rounding.layout import layout_of, with_rows_of
 from bitplan.rounding.weights import round_weight, round_with_report
+from tests.compiled_loops import compiled_loops as compiled_loops
 from tests.crosses import few
 
 FORMATS = (
@@ -148,7 +149,7 @@ def test_compiled_sweeps_are_as_good_as_their_definition(fmt: str, monkeypatch: 
     assert errors[0] == pytest.approx(errors[1], rel=0.005)
 
 
-@pytest.mark.parametrize("fmt", VECTORS)
+@pytest.mark.parametrize("fmt", few(VECTORS, 2))
 def test_columns_of_vectors_make_up_for_each_other(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight at a time; sweeps gain, and compiled loops give the same before them, and after them as good numbers."""
     pytest.importorskip("numba")

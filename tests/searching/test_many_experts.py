@@ -117,7 +117,8 @@ def test_a_goal_that_kept_experts_make_unreachable_says_so(found):
 # ---- what is compiled, read and timed once for all experts of a layer ------------------------------------------------
 
 
-def test_parts_of_many_numbers_take_what_is_compiled_for_them():
+def test_parts_of_many_numbers_take_what_is_compiled_for_them(compiled_loops):
+    compiled_loops.undo()
     small = torch.randn(8, 64)
     before = encode(small, "int4_g32")
     assert explain_encode(small, "int4_g32").implementation == "torch"

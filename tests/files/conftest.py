@@ -1,0 +1,3 @@
+"""Models of these tests are small, and are encoded and rounded as large ones are."""
+
+from tests.compiled_loops import compiled_loops as compiled_loops
