@@ -89,7 +89,7 @@ def compile_packed() -> None:
     for name in cpu_fused.FORMATS:
         of_format = cpu_blocks if name in cpu_fused.BLOCKS else cpu_rows
         of_format.products_of(name), of_format.decoder_of(name)
-    for name in cpu_fused.BLOCKS:
+    for name in set(cpu_fused.BLOCKS) & set(cpu_fused.OF_INTEGERS):
         for padded in (32, 4096):
             cpu_blocks.integers_of(name, padded)
         cpu_blocks.many_inputs(name)

@@ -761,40 +761,32 @@ def _decode_e4m3(codes: Array, scales: Array, numbers: Array) -> None:
     decode_by_table(codes, scales, numbers, _E4M3_NUMBERS)
 
 
-def _decode_gguf_blocks(encoded: Encoded, dtype: torch.dtype) -> Tensor:
-    assert isinstance(encoded.fmt, GgufBlocks)
-    layout = encoded.fmt.layout
+def _decode_gguf(encoded: Encoded, dtype: torch.dtype) -> Tensor:
+    fmt = encoded.fmt
+    assert isinstance(fmt, GgufBlocks)
+    layout = fmt.vectors if isinstance(fmt, GgufVectors) else fmt.layout
     out = torch.empty(encoded.shape, dtype=dtype)
     raw = encoded.data.reshape(-1, layout.block_bytes)
-    scale, low = layout.scales_in(raw)
+    write, decode_run = _writer(out.view(-1), layout.numbers), _reader_of_blocks(fmt, raw)
+
+    def work(piece: slice) -> None:
+        for run, run_out in write(piece):
+            decode_run(run, run_out)
+
+    on_threads(work, _pieces(len(raw), layout.numbers))
+    return out
+
+
+def _reader_of_blocks(fmt: GgufBlocks, raw: Tensor) -> Callable[[slice, Array], None]:
+    if isinstance(fmt, GgufVectors):
+        halves, of_vectors = fmt.vectors.halves(raw).float(), (*reading_of(fmt.vectors), fmt.vectors.width)
+        return lambda run, to: decode_vectors(_array(raw[run]), _array(halves[run]), *of_vectors, fmt.vectors.group, to)
+    layout, (scale, low) = fmt.layout, fmt.layout.scales_in(raw)
     table = None if layout.table is None else np.array(layout.table, F32)
-    settings = _planes(encoded.fmt.name), F32(layout.low), table, layout.group, layout.numbers
-    write = _writer(out.view(-1), layout.numbers)
-
-    def work(piece: slice) -> None:
-        for run, run_out in write(piece):
-            lows = None if low is None else _array(low[run])
-            decode_gguf_blocks(_array(raw[run]), _array(scale[run]), lows, *settings, run_out)
-
-    on_threads(work, _pieces(len(raw), layout.numbers))
-    return out
-
-
-def _decode_gguf_vectors(encoded: Encoded, dtype: torch.dtype) -> Tensor:
-    assert isinstance(encoded.fmt, GgufVectors)
-    layout = encoded.fmt.vectors
-    out = torch.empty(encoded.shape, dtype=dtype)
-    raw = encoded.data.reshape(-1, layout.block_bytes)
-    halves = layout.halves(raw).float()
-    settings = (*reading_of(layout), layout.width, layout.group)
-    write = _writer(out.view(-1), layout.numbers)
-
-    def work(piece: slice) -> None:
-        for run, run_out in write(piece):
-            decode_vectors(_array(raw[run]), _array(halves[run]), *settings, run_out)
-
-    on_threads(work, _pieces(len(raw), layout.numbers))
-    return out
+    settings = _planes(fmt.name), F32(layout.low), table, layout.group, layout.numbers
+    return lambda run, to: decode_gguf_blocks(
+        _array(raw[run]), _array(scale[run]), None if low is None else _array(low[run]), *settings, to
+    )
 
 
 @functools.cache
@@ -918,6 +910,5 @@ DECODERS: dict[str, Decoder] = {
     "mxfp4": _decoder(decode_mxfp4),
     "mxfp4_gguf": _decoder(decode_mxfp4_gguf),
     "nvfp4": _decoder(decode_nvfp4),
-    **dict.fromkeys(LAYOUTS, _decode_gguf_blocks),
-    **dict.fromkeys(VECTOR_LAYOUTS, _decode_gguf_vectors),
+    **dict.fromkeys((*LAYOUTS, *VECTOR_LAYOUTS), _decode_gguf),
 }

@@ -50,6 +50,7 @@ WINGS = {
         "packed/products/cpu_[bir]*.py",
         "packed/language/token_loops.py",
         "formats/cpu_codec.py",
+        "formats/gguf/grids.py",
         "formats/gguf/layouts.py",
         *_SHARED,
     ),

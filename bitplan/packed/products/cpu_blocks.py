@@ -4,7 +4,8 @@ One loop serves all of them. `Layout` says where a block's planes of bits, its g
 lie; from that the instructions for one block are written, without a loop: codes of LANES numbers are widened from their
 planes, converted, multiplied by their group's scale, and its minimum is added. Those are the operations of
 `Layout.decode`, so weights in registers equal decoded ones bit for bit; then they are multiplied by x and summed in
-float32. Numbers come in their own order, so inputs are read where they lie.
+float32. Numbers come in their own order, so inputs are read where they lie. Of IQ2 and IQ3 (`VectorLayout`) LANES
+numbers are one to four vectors, read as bytes from the format's list, whose address is the job's `table`.
 
 A tile is 4 rows of the weight times one input, or 2 times 4; blocks go past it one after the other.
 
@@ -30,6 +31,7 @@ from bitplan.base.loops.addresses import prefetch_later, read, take, write, zero
 from bitplan.base.loops.jit import inlined, merged
 from bitplan.base.loops.openmp_threads import c_function
 from bitplan.base.loops.vectors import VectorType, VectorWriter, define, first_half, second_half
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS, VectorLayout
 from bitplan.formats.gguf.layouts import LAYOUTS, Layout
 from bitplan.packed.products.cpu_integers import (
     BLOCK,
@@ -68,6 +70,7 @@ from bitplan.packed.products.cpu_rows import (
     SCRATCH,
     SCRATCH_STRIDE,
     STEP,
+    TABLE,
     WIDTH,
     Y_STRIDE,
     X,
@@ -92,7 +95,7 @@ def _constants(kind: Any, numbers: Any) -> Any:
 class _Block:
     """Writes the numbers of a block, LANES at a time, from its address."""
 
-    def __init__(self, writer: VectorWriter, layout: Layout, address: Any) -> None:
+    def __init__(self, writer: VectorWriter, layout: Any, address: Any) -> None:
         self.writer, self.builder, self.layout, self.address = writer, writer.builder, layout, address
         names, sizes = zip(*layout.parts, strict=True)
         self.parts = dict(zip(names, itertools.accumulate((0, *sizes)), strict=False))
@@ -276,13 +279,116 @@ class _Block:
         return self.writer.shuffle(vector, vector, [(k + 4 * lane) // self.layout.group for lane in range(8)])
 
 
-def _tile(layout: Layout, rows: int, inputs: int) -> Any:
-    """(addresses of a block in each row and of its inputs, bytes between inputs, sums): sums with its products."""
+class _Vectors(_Block):
+    """The same of blocks of vectors, whose list lies at the address `table`, a byte for each number."""
+
+    def __init__(self, writer: VectorWriter, layout: VectorLayout, address: Any, table: Any) -> None:
+        super().__init__(writer, layout, address)
+        self.table, self.signs = table, None
+
+    def _scales(self) -> tuple[Any, Any]:
+        builder, groups = self.builder, self.layout.numbers // self.layout.group
+        if "scales" in self.parts:
+            both = self.load("scales", 0, ir.VectorType(INT8, groups // 2))
+            fields = builder.and_(both, _constants(INT8, [15] * (groups // 2))), self._shifted(both, 4)
+            order = [groups // 2 * (group % 2) + group // 2 for group in range(groups)]
+            stored = builder.zext(self.writer.shuffle(*fields, order), ir.VectorType(INT32, groups))
+        else:
+            stored = self._shifted(self._words(), 28)
+        odd = builder.or_(self._shifted(stored, -1), _constants(INT32, [1] * groups))
+        floats = builder.sitofp(odd, ir.VectorType(FLOAT, groups))
+        multiples = builder.fmul(floats, _constants(FLOAT, [self.layout.unit] * groups))  # which is exact
+        return builder.fmul(multiples, self._splat(self._float("d"), 0, groups)), None
+
+    def _words(self) -> Any:
+        """The words of eight groups, where signs lie among scales."""
+        if "words" in self.parts:
+            return self.load("words", 0, WORDS)
+        both = self.load("mixed", 0, ir.VectorType(INT32, 16))
+        return self.writer.shuffle(both, both, range(1, 16, 2))
+
+    def order(self) -> list[int]:
+        return list(range(0, self.layout.numbers, LANES))
+
+    def numbers(self, k: int) -> Any:
+        builder, size = self.builder, min(self.layout.width, LANES)
+        kind = ir.IntType(8 * size)
+        joined = ir.Constant(ir.VectorType(kind, LANES // size), ir.Undefined)
+        for place in range(LANES // size):
+            vector, start = divmod(k + size * place, self.layout.width)
+            offset = builder.mul(self._index(vector), ir.Constant(INT64, self.layout.width))
+            pointer = builder.add(builder.add(self.table, offset), ir.Constant(INT64, start))
+            numbers = builder.load(builder.inttoptr(pointer, ir.PointerType(kind)), align=1)
+            joined = builder.insert_element(joined, numbers, ir.Constant(INT32, place))
+        numbers = builder.zext(builder.bitcast(joined, ir.VectorType(INT8, LANES)), ir.VectorType(INT32, LANES))
+        numbers = builder.fmul(builder.sitofp(numbers, FLOATS), self._of_group(k // self.layout.group)[0])
+        return builder.select(self._minus(k), builder.fneg(numbers), numbers)
+
+    def _index(self, vector: int) -> Any:
+        """Which vector of the list it is, the vector-th of the block."""
+        builder, per_eight = self.builder, 8 // self.layout.width
+        if "pairs" in self.parts:
+            pair = self.load("pairs", 2 * vector, INT16)
+            return builder.zext(builder.and_(pair, ir.Constant(INT16, 511)), INT64)
+        if "mixed" in self.parts:
+            return builder.zext(self.load("mixed", vector // 4 * 8 + vector % 4, INT8), INT64)
+        index = builder.zext(self.load("vectors", vector, INT8), INT64)
+        if "high" not in self.parts:
+            return index
+        part, lane = divmod(vector, 4 * per_eight)
+        bits = 2 // per_eight
+        high = builder.lshr(builder.zext(self.load("high", part, INT8), INT64), ir.Constant(INT64, bits * lane))
+        high = builder.and_(high, ir.Constant(INT64, 2**bits - 1))
+        return builder.or_(index, builder.shl(high, ir.Constant(INT64, 8)))
+
+    def _minus(self, k: int) -> Any:
+        """Which of LANES numbers from k on have a minus."""
+        builder, size = self.builder, max(LANES, 8)
+        if "signs" in self.parts:
+            bits = self.load("signs", k // 8, ir.IntType(size))
+        else:
+            self.signs = self._of_sevens() if self.signs is None else self.signs
+            of_lanes = builder.bitcast(self.signs, ir.VectorType(ir.IntType(size), self.layout.numbers // size))
+            bits = builder.extract_element(of_lanes, ir.Constant(INT32, k // size))
+        bits = builder.lshr(bits, ir.Constant(bits.type, k % size))
+        return builder.bitcast(builder.trunc(bits, ir.IntType(LANES)), ir.VectorType(ir.IntType(1), LANES))
+
+    def _of_sevens(self) -> Any:
+        """Bytes of eight signs, of seven bits each: the eighth makes their number even."""
+        if "pairs" in self.parts:
+            pairs = self.load("pairs", 0, ir.VectorType(INT16, 32))
+            return self.builder.trunc(self._with_eighth(self._shifted(pairs, 9)), CODES_32)
+        words, joined = self._words(), _constants(INT32, [0] * 8)
+        for byte in range(4):
+            seven = self.builder.and_(self._shifted(words, 7 * byte), _constants(INT32, [127] * 8))
+            joined = self.builder.or_(joined, self._shifted(self._with_eighth(seven), -8 * byte))
+        return joined
+
+    def _with_eighth(self, sevens: Any) -> Any:
+        odd = sevens
+        for bits in (4, 2, 1):
+            odd = self.builder.xor(odd, self._shifted(odd, bits))
+        odd = self.builder.and_(odd, _constants(sevens.type.element, [1] * sevens.type.count))
+        return self.builder.or_(sevens, self._shifted(odd, -7))
+
+    def _shifted(self, vector: Any, right: int) -> Any:
+        shifts = _constants(vector.type.element, [abs(right)] * vector.type.count)
+        return self.builder.lshr(vector, shifts) if right >= 0 else self.builder.shl(vector, shifts)
+
+
+def _block(writer: VectorWriter, layout: Layout | VectorLayout, address: Any, table: Any) -> _Block:
+    if isinstance(layout, VectorLayout):
+        return _Vectors(writer, layout, address, table)
+    return _Block(writer, layout, address)
+
+
+def _tile(layout: Layout | VectorLayout, rows: int, inputs: int) -> Any:
+    """(addresses of a block in each row, of vectors, of its inputs, bytes between inputs, sums): sums with products."""
     fma = f"llvm.fma.v{LANES}f32"
 
-    def emit(writer: VectorWriter, codes: Any, x: Any, stride: Any, sums: Any) -> Any:
+    def emit(writer: VectorWriter, codes: Any, table: Any, x: Any, stride: Any, sums: Any) -> Any:
         builder = writer.builder
-        blocks = [_Block(writer, layout, builder.extract_value(codes, row)) for row in range(rows)]
+        blocks = [_block(writer, layout, builder.extract_value(codes, row), table) for row in range(rows)]
         starts = [builder.add(x, builder.mul(stride, ir.Constant(INT64, m))) for m in range(inputs)]
         added = [builder.extract_value(sums, index) for index in range(rows * inputs)]
         for k in blocks[0].order():
@@ -295,20 +401,20 @@ def _tile(layout: Layout, rows: int, inputs: int) -> Any:
                     added[row * inputs + m] = writer.call(fma, FLOATS, values)
         return cgutils.pack_array(builder, added)
 
-    return define(4, lambda _codes, _x, _stride, sums: sums, emit)
+    return define(5, lambda _codes, _table, _x, _stride, sums: sums, emit)
 
 
-def _decoder(layout: Layout) -> Any:
-    """(address of a block, address): its numbers in float32."""
+def _decoder(layout: Layout | VectorLayout) -> Any:
+    """(addresses of a block, of vectors, address): its numbers in float32."""
 
-    def emit(writer: VectorWriter, address: Any, to: Any) -> Any:
-        block = _Block(writer, layout, address)
+    def emit(writer: VectorWriter, address: Any, table: Any, to: Any) -> Any:
+        block = _block(writer, layout, address, table)
         for k in block.order():
             pointer = writer.builder.add(to, ir.Constant(INT64, 4 * k))
             writer.builder.store(block.numbers(k), writer.builder.inttoptr(pointer, ir.PointerType(FLOATS)), align=4)
         return writer.context.get_dummy_value()
 
-    return define(2, lambda _address, _to: types.void, emit)
+    return define(3, lambda _address, _table, _to: types.void, emit)
 
 
 def _writer(layout: Layout) -> Any:
@@ -529,7 +635,7 @@ def _products(job, tile_4x1, tile_2x4, numbers, size):
     """The job of a format whose blocks have this many numbers and bytes."""
     inputs, rows, piece, blocks = field(job, INPUTS), field(job, ROWS), field(job, PIECE), field(job, COUNT) // numbers
     mine = field(job, SCRATCH) + take(job + 8 * NEXT_THREAD, 1) * field(job, SCRATCH_STRIDE)
-    x, stride = _padded(job, mine)
+    (x, stride), table = _padded(job, mine), field(job, TABLE)
     first = take(job + 8 * NEXT_ROW, piece)
     while first < rows:
         stop = min(first + piece, rows)
@@ -537,7 +643,7 @@ def _products(job, tile_4x1, tile_2x4, numbers, size):
             for n in range(first, stop, 4):
                 sums = zero_tile(4, LANES)
                 for block in range(blocks):
-                    sums = tile_4x1(_four_blocks(job, n, block, size), x + 4 * numbers * block, stride, sums)
+                    sums = tile_4x1(_four_blocks(job, n, block, size), table, x + 4 * numbers * block, stride, sums)
                 write_4x1(job, n, 0, sums)
         else:
             for n in range(first, stop, 2):
@@ -547,7 +653,7 @@ def _products(job, tile_4x1, tile_2x4, numbers, size):
                     sums8 = zero_tile(8, LANES)
                     for block in range(blocks):
                         at, inputs_at = size * block, x + m * stride + 4 * numbers * block
-                        sums8 = tile_2x4((e + at, f + at), inputs_at, stride, sums8)
+                        sums8 = tile_2x4((e + at, f + at), table, inputs_at, stride, sums8)
                     write_2x4(job, n, m, sums8)
         first = take(job + 8 * NEXT_ROW, piece)
 
@@ -640,18 +746,23 @@ def _wide_products(job, tile, beside, size):
 def _decoded(job, decode, numbers, size):
     """Decode blocks FIRST .. FIRST + COUNT of every row into `y`."""
     rows, piece, first, count = field(job, ROWS), field(job, PIECE), field(job, FIRST), field(job, COUNT)
-    row = take(job + 8 * NEXT_ROW, piece)
+    row, table = take(job + 8 * NEXT_ROW, piece), field(job, TABLE)
     while row < rows:
         for n in range(row, min(row + piece, rows)):
             codes, to = row_of(job, CODES, n) + first * size, field(job, Y) + n * field(job, Y_STRIDE)
             for block in range(count):
-                decode(codes + size * block, to + 4 * numbers * block)
+                decode(codes + size * block, table, to + 4 * numbers * block)
         row = take(job + 8 * NEXT_ROW, piece)
 
 
 def _steps(name: str) -> tuple[Any, ...]:
     layout = LAYOUTS[name]
     return _tile(layout, 4, 1), _tile(layout, 2, 4), _decoder(layout), _integer_tile(layout), _beside(layout)
+
+
+def _vector_steps(name: str) -> tuple[Any, Any, Any]:
+    layout = VECTOR_LAYOUTS[name]
+    return _tile(layout, 4, 1), _tile(layout, 2, 4), _decoder(layout)
 
 
 # ---- a function for each format -------------------------------------------------------------------------------------
@@ -667,6 +778,11 @@ _q4_k_4x1, _q4_k_2x4, _q4_k_block, _q4_k_tile, _q4_k_beside = _steps("q4_k_gguf"
 _q5_k_4x1, _q5_k_2x4, _q5_k_block, _q5_k_tile, _q5_k_beside = _steps("q5_k_gguf")
 _iq4_xs_4x1, _iq4_xs_2x4, _iq4_xs_block, _iq4_xs_tile, _iq4_xs_beside = _steps("iq4_xs_gguf")
 _q6_k_4x1, _q6_k_2x4, _q6_k_block, _q6_k_tile, _q6_k_beside = _steps("q6_k_gguf")
+_iq3_s_4x1, _iq3_s_2x4, _iq3_s_block = _vector_steps("iq3_s_gguf")
+_iq3_xxs_4x1, _iq3_xxs_2x4, _iq3_xxs_block = _vector_steps("iq3_xxs_gguf")
+_iq2_s_4x1, _iq2_s_2x4, _iq2_s_block = _vector_steps("iq2_s_gguf")
+_iq2_xs_4x1, _iq2_xs_2x4, _iq2_xs_block = _vector_steps("iq2_xs_gguf")
+_iq2_xxs_4x1, _iq2_xxs_2x4, _iq2_xxs_block = _vector_steps("iq2_xxs_gguf")
 _q4_1_of_32, _q5_0_of_32 = _wide_tile(LAYOUTS["q4_1_gguf"]), _wide_tile(LAYOUTS["q5_0_gguf"])
 _q5_1_of_32, _iq4_nl_of_32 = _wide_tile(LAYOUTS["q5_1_gguf"]), _wide_tile(LAYOUTS["iq4_nl_gguf"])
 _q4_1_written, _q5_0_written = _writer(LAYOUTS["q4_1_gguf"]), _writer(LAYOUTS["q5_0_gguf"])
@@ -857,6 +973,46 @@ def _iq4_xs_panels(job):
     _rows_of_bytes(job, _iq4_xs_written, 256, 136)
 
 
+def _iq3_s(job):
+    _products(job, _iq3_s_4x1, _iq3_s_2x4, 256, 110)
+
+
+def _iq3_s_decoded(job):
+    _decoded(job, _iq3_s_block, 256, 110)
+
+
+def _iq3_xxs(job):
+    _products(job, _iq3_xxs_4x1, _iq3_xxs_2x4, 256, 98)
+
+
+def _iq3_xxs_decoded(job):
+    _decoded(job, _iq3_xxs_block, 256, 98)
+
+
+def _iq2_s(job):
+    _products(job, _iq2_s_4x1, _iq2_s_2x4, 256, 82)
+
+
+def _iq2_s_decoded(job):
+    _decoded(job, _iq2_s_block, 256, 82)
+
+
+def _iq2_xs(job):
+    _products(job, _iq2_xs_4x1, _iq2_xs_2x4, 256, 74)
+
+
+def _iq2_xs_decoded(job):
+    _decoded(job, _iq2_xs_block, 256, 74)
+
+
+def _iq2_xxs(job):
+    _products(job, _iq2_xxs_4x1, _iq2_xxs_2x4, 256, 66)
+
+
+def _iq2_xxs_decoded(job):
+    _decoded(job, _iq2_xxs_block, 256, 66)
+
+
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "q4_1_gguf": (_q4_1, _q4_1_decoded, _q4_1_integers, _q4_1_panels, _q4_1_wide),
     "q5_0_gguf": (_q5_0, _q5_0_decoded, _q5_0_integers, _q5_0_panels, _q5_0_wide),
@@ -868,7 +1024,17 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "q5_k_gguf": (_q5_k, _q5_k_decoded, _q5_k_integers, _q5_k_panels),
     "q6_k_gguf": (_q6_k, _q6_k_decoded, _q6_k_integers, _q6_k_panels),
     "iq4_xs_gguf": (_iq4_xs, _iq4_xs_decoded, _iq4_xs_integers, _iq4_xs_panels),
+    "iq3_s_gguf": (_iq3_s, _iq3_s_decoded),
+    "iq3_xxs_gguf": (_iq3_xxs, _iq3_xxs_decoded),
+    "iq2_s_gguf": (_iq2_s, _iq2_s_decoded),
+    "iq2_xs_gguf": (_iq2_xs, _iq2_xs_decoded),
+    "iq2_xxs_gguf": (_iq2_xxs, _iq2_xxs_decoded),
 }
+
+
+def numbers_of(format_name: str) -> int:
+    """The numbers of a block."""
+    return (LAYOUTS[format_name] if format_name in LAYOUTS else VECTOR_LAYOUTS[format_name]).numbers
 
 
 @functools.cache

@@ -34,15 +34,18 @@ from torch import Tensor
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import rounded
 from bitplan.formats.elements import E2M1_MAGNITUDES
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS, codebook
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.packed.products import cpu_matmul
 
-NIBBLES = ("int4_g32", "q4_0_gguf", "mxfp4", "mxfp4_gguf", "nvfp4", "fp4_u8_g128")
+NIBBLES = ("int4_g32", "q4_0_poly", "q4_0_gguf", "mxfp4", "mxfp4_gguf", "nvfp4", "fp4_u8_g128")
 HALVES = ("q4_0_gguf", "mxfp4_gguf")  # low nibbles are the first half of a block
 BYTES = ("int8_row", "int8_g128", "q8_0_gguf", "fp8_e4m3_row")
-BLOCKS = tuple(LAYOUTS)  # of GGUF, read as they lie
+BLOCKS = (*LAYOUTS, *VECTOR_LAYOUTS)  # of GGUF, read as they lie
 FORMATS = NIBBLES + BYTES + BLOCKS
-OF_INTEGERS = tuple(name for name in FORMATS if name not in ("nvfp4", "fp8_e4m3_row"))
+OF_INTEGERS = tuple(
+    name for name in FORMATS if name not in ("q4_0_poly", "nvfp4", "fp8_e4m3_row") and name not in VECTOR_LAYOUTS
+)
 INTEGER_INPUTS = ("q8_0_gguf", "int8_row")
 INPUTS = (torch.float32, torch.bfloat16, torch.float16)
 LEAST_FOR_THREADS = 2**18  # weights times inputs: below this a second thread costs more than it gains
@@ -74,7 +77,9 @@ class FusedOnCpu:
         return why_not_ours(weight)
 
     def prepare(self, weight: Encoded) -> tuple[Tensor, ...]:
-        """torch's copy, or 17 numbers: those of the 16 codes, and a factor for all of them."""
+        """torch's copy, or 17 numbers: those of the 16 codes, and a factor for all of them. For 16 codes a format may
+        have a list of vectors, whose numbers are bytes there.
+        """
         if _takes_torch(weight, torch.float32):
             return (cpu_matmul.pack_four_bit(weight),)
         return (_constants(weight),)
@@ -355,9 +360,15 @@ def _on_x86() -> bool:
 def _constants(weight: Encoded) -> Tensor:
     from bitplan.packed.products.cpu_rows import LOOKS_UP
 
+    vectors = VECTOR_LAYOUTS.get(weight.fmt.name)
+    if vectors is not None:
+        listed = codebook(vectors.ggml_type).numbers.to(torch.uint8).view(torch.float32)
+        return torch.cat([listed.reshape(-1), torch.ones(1)])
     e2m1, is_doubled = weight.fmt.name in ("mxfp4", "nvfp4", "fp4_u8_g128"), weight.fmt.name == "mxfp4_gguf"
     magnitudes = [magnitude * (1 + is_doubled) for magnitude in E2M1_MAGNITUDES]
     numbers = [*magnitudes, *(-one for one in magnitudes)] if e2m1 or is_doubled else list(range(-8, 8))
+    if weight.fmt.name == "q4_0_poly":  # two's complement
+        numbers = numbers[8:] + numbers[:8]
     factor = 0.5 if e2m1 and not LOOKS_UP else 1.0
     if weight.fmt.name in ("nvfp4", "fp8_e4m3_row"):
         factor *= _E8_OF_E4M3
@@ -482,7 +493,7 @@ def _in_panels(inputs: int, weight: Encoded, constants: Tensor, bias: Tensor | N
         unit, order = fields.LANES, "bytes"
         count = -(-count // unit) * unit
     elif name in BLOCKS:
-        unit, order, decoder_of = LAYOUTS[name].numbers, "blocks", cpu_blocks.decoder_of
+        unit, order, decoder_of = cpu_blocks.numbers_of(name), "blocks", cpu_blocks.decoder_of
     arrange, multiply, decoder = panels.panels_of(order), panels.panel_products(), decoder_of(name)
     template, holds = _job(weight, constants, bias, count=count, unit=unit, decoder=decoder.address)
     for_arranging, for_panels = panels.arranging_bytes(count), 4 * panels.numbers_in_panels(most, count)

@@ -778,6 +778,12 @@ def _open_integers(codes):
 
 
 @inlined
+def _open_signed(codes):
+    nibbles = view(codes, U8)
+    return view(((nibbles & 15) ^ 8) - 8, I32), view(((nibbles >> 4) ^ 8) - 8, I32)
+
+
+@inlined
 def _open_e2m1(codes):
     nibbles = view(codes, U8)
     return view(_doubled_e2m1(nibbles & 15), I32), view(_doubled_e2m1(nibbles >> 4), I32)
@@ -807,6 +813,7 @@ def _high_by_integer(table, opened, byte):  # noqa: ARG001
 
 
 integers_opened = _as_they_are if LOOKS_UP else _open_integers
+_signed_opened = _as_they_are if LOOKS_UP else _open_signed
 e2m1_opened = _as_they_are if LOOKS_UP else _open_e2m1
 low = _low_by_table if LOOKS_UP else _low_by_integer
 high = _high_by_table if LOOKS_UP else _high_by_integer
@@ -823,6 +830,11 @@ def bfloat16_scales(address, block):
 @inlined
 def float16_scales(address, block):
     return repeat_each(float_of_half(load_from(address + 2 * block, U16, QUARTER_LANES)), 4)
+
+
+@inlined
+def _float32_scales(address, block):
+    return repeat_each(load_from(address + 4 * block, F32, QUARTER_LANES), 4)
 
 
 @inlined
@@ -890,6 +902,14 @@ def _int4_g32(job):
 
 def _int4_g32_decoded(job):
     decoded_nibbles(job, integers_opened, low, high, bfloat16_scales, 16)
+
+
+def _q4_0_poly(job):
+    nibble_products(job, _signed_opened, low, high, _float32_scales, 16, False)
+
+
+def _q4_0_poly_decoded(job):
+    decoded_nibbles(job, _signed_opened, low, high, _float32_scales, 16)
 
 
 def _q4_0_gguf(job):
@@ -966,6 +986,7 @@ def _fp8_e4m3_row_decoded(job):
 
 _FUNCTIONS = {
     "int4_g32": (_int4_g32, _int4_g32_decoded),
+    "q4_0_poly": (_q4_0_poly, _q4_0_poly_decoded),
     "q4_0_gguf": (_q4_0_gguf, _q4_0_gguf_decoded),
     "mxfp4": (_mxfp4, _mxfp4_decoded),
     "mxfp4_gguf": (_mxfp4_gguf, _mxfp4_gguf_decoded),

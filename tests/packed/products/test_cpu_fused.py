@@ -15,6 +15,7 @@ from bitplan.base.loops import jit, openmp_threads
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import decode
 from bitplan.formats.dispatch import encode
+from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.packed.products import cpu_fused
 from bitplan.packed.products.cpu_fused import BLOCKS, BYTES, FORMATS, FusedOnCpu
@@ -128,7 +129,7 @@ def test_rows_of_any_length(name: str) -> None:
 
 def test_every_code_and_extreme_scales_are_decoded_as_the_definition_says() -> None:
     """One input number is 1, all others 0: the product is the decoded weight itself."""
-    for name in ("int4_g32", "q4_0_gguf", "mxfp4", "mxfp4_gguf", "nvfp4", "fp4_u8_g128"):
+    for name in ("int4_g32", "q4_0_poly", "q4_0_gguf", "mxfp4", "mxfp4_gguf", "nvfp4", "fp4_u8_g128"):
         weight = encode(normal(16, 128), name)
         data = torch.arange(256, dtype=torch.uint8).repeat(4).reshape(16, 64)
         scales = weight.scales
@@ -155,7 +156,7 @@ def test_the_largest_scale_of_gguf_s_mxfp4_is_a_number() -> None:
 
 def any_blocks(name: str) -> Encoded:
     """6 rows of 512 numbers: any bytes, but for infinite or NaN scales."""
-    layout = LAYOUTS[name]
+    layout = LAYOUTS.get(name) or VECTOR_LAYOUTS[name]
     raw = torch.randint(256, (6, 512 // layout.numbers, layout.block_bytes), generator=torch.Generator().manual_seed(3))
     raw, start = raw.to(torch.uint8), 0
     for part, size in layout.parts:
@@ -269,9 +270,12 @@ t.check(t.run(x[:1], weight), x[:1], weight)
     ("cpu", "has", "lanes", "name"),
     [
         ("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2", 8, "mxfp4"),
-        *(("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2", 8, name) for name in ("iq4_nl_gguf", "q3_k_gguf", "q5_1_gguf")),
+        *(
+            ("haswell", "+avx,+avx2,+fma,+f16c,+sse4.2", 8, name)
+            for name in ("iq4_nl_gguf", "q3_k_gguf", "q5_1_gguf", "iq2_xs_gguf")
+        ),
         *(("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, name) for name in ("iq4_nl_gguf", "q5_0_gguf", "q4_k_gguf")),
-        ("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, "int4_g32"),
+        *(("sandybridge", "+avx,+fma,+f16c,+sse4.2", 4, name) for name in ("int4_g32", "q4_0_poly", "iq3_s_gguf")),
     ],
 )
 def test_a_cpu_without_avx512_gives_the_same_products(cpu: str, has: str, lanes: int, name: str) -> None:
