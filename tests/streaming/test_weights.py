@@ -154,6 +154,14 @@ def test_the_learning_rate_follows_a_schedule():
     assert_equal({name: one.detach() for name, one in model.layers.named_parameters()}, before)
 
 
+def test_a_setting_that_there_is_not_cannot_be_set():
+    with (
+        streaming(make_stack(adapters=False), train="weights", optimizer=SETTINGS) as stream,
+        pytest.raises(AttributeError, match=r"has no 'betas'; lr and max_norm may be set .*AdamWSettings\(betas="),
+    ):
+        stream.training.betas = 0.9, 0.95
+
+
 def test_a_rate_set_for_the_next_step_leaves_this_one_alone():
     model = make_stack(adapters=False)
     with streaming(model, train="weights", optimizer=SETTINGS) as stream:

@@ -44,7 +44,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
-from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError
+from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError, did_you_mean
 from bitplan.base.process_status import ANSWER_WAIT_S
 from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, StreamedParameter, aligned
 from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
@@ -357,6 +357,16 @@ class HostTraining:
         self._gradients = Worker("gradient", GRADIENTS_WAITING)
         self._updates = Worker("optimizer")
         self._bundle_bytes = BUNDLE_BYTES
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if not name.startswith("_") and "_is_made" in self.__dict__ and not hasattr(self, name):
+            hint = did_you_mean(name, ("lr", "max_norm", "own_settings"))
+            raise AttributeError(
+                f"stream.training has no {name!r}{hint}; lr and max_norm may be set while it trains, others are "
+                "given before: StreamOptions(optimizer=AdamWSettings(betas=(0.9, 0.95)))"
+            )
+        super().__setattr__(name, value)
 
     @property
     def lr(self) -> float:
