@@ -94,12 +94,12 @@ def _set_attention(model: Any) -> str | None:
 @contextmanager
 def attending_as_held(model: nn.Module) -> Iterator[bool]:
     """Within the block, a model on a GPU attends to keys and values as they are held; gives whether it can."""
-    own = None if _reads_codes(model) else _join_attention(model)
+    before = None if _reads_codes(model) else _join_attention(model)
     try:
         yield _reads_codes(model)
     finally:
-        if own is not None:
-            model.set_attn_implementation(own)  # type: ignore[operator]
+        if before is not None:
+            model.set_attn_implementation(before)  # type: ignore[operator]
 
 
 def kv_of(model: nn.Module) -> KVFormats | None:

@@ -89,14 +89,14 @@ class Grown:
     leaf_bounds: Array
     columns: Array
     goes_left: Array  # of all nodes that were made, by bin
-    made: Array  # of each node, its place there
+    node_numbers: Array  # of each node, its place there
     run_ends: Array
     run_leaves: Array
 
     @property
     def left_bins(self) -> Array:
         """(nodes, bins); copied only when somebody asks, since few do."""
-        bins: Array = self.goes_left[self.made]
+        bins: Array = self.goes_left[self.node_numbers]
         return bins
 
     @property
@@ -298,7 +298,7 @@ class TreeGrower:
         tables = growth.nodes, growth.reals, leaves, splits, self._scales, self._numbers, self._thresholds
         arguments = *tables, self._bins.features, children, numbers, integers, sides, values, spans, bounds
         queue.lay_out(*arguments)
-        (rows, columns), made = integers, splits[:, queue.NODE]
+        (rows, columns), node_numbers = integers, splits[:, queue.NODE]
         tree = Tree(
             feature=children[0],
             threshold=numbers[0],
@@ -309,20 +309,20 @@ class TreeGrower:
             node_value=numbers[2],
             node_weight=numbers[3],
             node_rows=rows,
-            categories=self._category_sets(columns, growth.goes_left, made),
+            categories=self._category_sets(columns, growth.goes_left, node_numbers),
             leaf_value=values[0],
             leaf_weight=values[1],
             leaf_rows=spans[0],
         )
         entered = self._entries.view(np.uint32)[::2]  # the lower half of each entry
-        return Grown(tree, entered, spans[1:].T, bounds, columns, growth.goes_left, made, *growth.runs())
+        return Grown(tree, entered, spans[1:].T, bounds, columns, growth.goes_left, node_numbers, *growth.runs())
 
-    def _category_sets(self, columns: Array, goes_left: Array, made: Array) -> tuple[Array | None, ...]:
+    def _category_sets(self, columns: Array, goes_left: Array, node_numbers: Array) -> tuple[Array | None, ...]:
         """Each node's categories that go left, as `Grown` has them; None for other features."""
         sets: list[Array | None] = [None] * len(columns)
         for node in np.flatnonzero(self._bins.is_category[columns]) if self._has_categories else ():
             categories = self._bins.edges[columns[node]]
-            sets[node] = categories[goes_left[made[node], : len(categories)].astype(np.bool_)]
+            sets[node] = categories[goes_left[node_numbers[node], : len(categories)].astype(np.bool_)]
         return tuple(sets)
 
 

@@ -167,10 +167,10 @@ class TokenGraph:
 
         self.why_not, self._graph, self._logits = reason, None, torch.empty(0)
         if kv_of(self._model) is None:
-            own = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-            for layer, held in zip(own.layers, self.cache.layers, strict=True):
+            cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+            for layer, held in zip(cache.layers, self.cache.layers, strict=True):
                 layer.update(held.keys.numbers(), held.values.numbers())
-            self.cache = own
+            self.cache = cache
 
 
 def _why_not(model: Any) -> str | None:
