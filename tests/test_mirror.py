@@ -58,8 +58,6 @@ NEIGHBOURS = {
     "bitplan.streaming.transfer.slot_ring": "streaming/test_schedule.py",
     "bitplan.streaming.weight_loader": "streaming/test_weights.py",
     "bitplan.trees.cuda.grower": "trees/cuda/test_cuda.py",
-    "bitplan.trees.cuda.kernels": "trees/cuda/test_compiles.py",
-    "bitplan.trees.cuda.waves": "trees/cuda/test_cuda.py",
     "bitplan.trees.dask.on_worker": "trees/dask/test_dask.py",
     "bitplan.trees.estimator_base": "trees/test_estimators.py",
     "bitplan.trees.fitted": "trees/test_model_file.py",

@@ -449,7 +449,7 @@ def fit(
     if "cache_params" in inspect.signature(subject.model.forward).parameters:
         raise SearchError(
             f"{subject.where}: {type(subject.model).__name__} keeps states of one size and no keys and values, which a "
-            "fit is for; `bitplan search --bytes` finds its weights' formats"
+            "fit is for; `bitplan search` finds its weights' formats"
         )
     aims_of(fit_goal.kinds, cut.kinds)  # refused now, not after minutes
     loaded = _with_kernels(subject, fit_goal.engine, names, is_asked=bool(formats))
