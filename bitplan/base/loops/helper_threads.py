@@ -38,12 +38,26 @@ SHARED_LOOKS, OWN_LOOKS = 8, 2000
 # Looks of a helper before it sleeps, of which one in so many yields: a tenth of a millisecond, and one or two.
 SLEEP_LOOKS, AWAKE_LOOKS, LOOKS_A_YIELD = 2_000, 24_000, 8
 FAN_OUT = 2  # sleepers that each thread wakes
-# Places of the pool, bytes: work that nobody took yet (below zero: sleepers), sleepers to be woken by others, whether
-# there is work, threads inside and those that came, how many may; the work; a helper's looks; the system's
-# semaphore.
-COUNT, TO_WAKE, IS_OPEN, INSIDE, CAME, MOST, FUNCTION, JOB, OWNED, STOP, PATIENCE, SEMAPHORE, POOL_BYTES = (
-    8 * LINE * place for place in range(13)
-)
+# Places of the pool, bytes: work that nobody took yet, sleepers that nobody wakes yet, those to be woken by others,
+# whether there is work, threads inside and those that came, how many may; the work; a helper's looks; how many helpers
+# there are; the system's semaphore.
+(
+    COUNT,
+    SLEEPERS,
+    TO_WAKE,
+    IS_OPEN,
+    INSIDE,
+    CAME,
+    MOST,
+    FUNCTION,
+    JOB,
+    OWNED,
+    STOP,
+    PATIENCE,
+    THREADS,
+    SEMAPHORE,
+    POOL_BYTES,
+) = (8 * LINE * place for place in range(15))
 # A request: the pool, whether this is a helper, and what the caller wants done.
 POOL, IS_HELPER, WANTED_FUNCTION, WANTED_JOB, HELPERS, IS_DONE = (8 * place for place in range(6))
 INT32 = ir.IntType(32)
@@ -98,32 +112,47 @@ wake_one, sleep = _system("sem_post"), _system("sem_wait")
 
 
 @inlined
+def _one_less(address):  # type: ignore[no-untyped-def]
+    """Take one from a count above zero; 0 if there is none."""
+    left = see(address)
+    while left > 0:
+        if take_one(address, left):
+            return 1
+        left = see(address)
+    return 0
+
+
+@inlined
 def _wake(pool):  # type: ignore[no-untyped-def]
     """Wake some of the sleepers that are still to be woken."""
     for _ in range(FAN_OUT):
-        left = see(pool + TO_WAKE)
-        if left > 0 and take_one(pool + TO_WAKE, left):
+        if _one_less(pool + TO_WAKE) and _one_less(pool + SLEEPERS):
             wake_one(pool + SEMAPHORE)
 
 
 @inlined
 def _await_work(pool):  # type: ignore[no-untyped-def]
+    """Look for work, then sleep until woken; 1 where work was taken."""
     look = 0
     while look < see(pool + PATIENCE):
-        left = see(pool + COUNT)
-        if left > 0 and take_one(pool + COUNT, left):
-            return
+        if _one_less(pool + COUNT):
+            return 1
         look += 1
         wait(look % LOOKS_A_YIELD, LOOKS_A_YIELD - 2)
-    if add(pool + COUNT, -1) <= 0:
-        while sleep(pool + SEMAPHORE) != 0:  # a signal ends it early
-            pass
+    add(pool + SLEEPERS, 1)
+    # Work may have come just before this thread was counted; where somebody is waking it already, it sleeps for that.
+    if see(pool + COUNT) > 0 and _one_less(pool + SLEEPERS):
+        return 0
+    while sleep(pool + SEMAPHORE) != 0:  # a signal ends it early
+        pass
+    return 0
 
 
 @inlined
 def _help(pool):  # type: ignore[no-untyped-def]
     while see(pool + STOP) == 0:
-        _await_work(pool)
+        if not _await_work(pool):
+            continue
         add(pool + INSIDE, 1)
         if see(pool + IS_OPEN):  # then it stays so while this thread is inside
             _wake(pool)
@@ -141,18 +170,16 @@ def _run(pool, function, job, helpers):  # type: ignore[no-untyped-def]
     write(pool + MOST, helpers)
     write(pool + CAME, np.int64(0))
     swap(pool + IS_OPEN, 1)
-    sleepers = -add(pool + COUNT, helpers)
-    if sleepers > 0:
-        swap(pool + TO_WAKE, min(sleepers, helpers))
+    add(pool + COUNT, helpers)
+    missing = helpers - (read(pool + THREADS, np.int64) - see(pool + SLEEPERS))  # after those that look for work
+    if missing > 0:
+        swap(pool + TO_WAKE, missing)
         _wake(pool)
     call(function, job)
     swap(pool + IS_OPEN, 0)
-    sleepers = swap(pool + TO_WAKE, 0)  # that nobody woke; they sleep on
-    left = see(pool + COUNT)
-    while left > 0:
-        take_one(pool + COUNT, left)
-        left = see(pool + COUNT)
-    add(pool + COUNT, -sleepers)  # now that work which nobody took is gone: it would hide them, and nobody wake them
+    swap(pool + TO_WAKE, 0)
+    while _one_less(pool + COUNT):  # work that nobody took
+        pass
     look = 0
     while see(pool + INSIDE) > 0:
         look += 1
@@ -208,6 +235,7 @@ class _Helpers:
                 )
                 thread.start()
                 self._threads.append(thread)
+            ctypes.c_int64.from_address(self._address + THREADS).value = len(self._threads)
 
     def stop(self) -> None:
         """The interpreter ends: no thread may be in compiled code when that is gone."""
