@@ -169,7 +169,8 @@ class TokenGraph:
         if kv_of(self._model) is None:
             cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
             for layer, held in zip(cache.layers, self.cache.layers, strict=True):
-                layer.update(held.keys.numbers(), held.values.numbers())
+                if held.is_initialized:
+                    layer.update(held.keys.numbers(), held.values.numbers())
             self.cache = cache
 
 
