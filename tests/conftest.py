@@ -14,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from _pytest.logging import catching_logs
 
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
@@ -64,6 +65,10 @@ def pytest_configure(config: pytest.Config) -> None:
             return  # they run the tests: this process needs no torch
     import torch
 
+    catching_logs.__enter__ = attach_to_root
+    for plugin in config.pluginmanager.get_plugins():
+        if type(plugin).__name__ == "WorkerInteractor":  # of pytest-xdist
+            plugin.sendevent = functools.partial(send_what_counts, plugin.sendevent)
     torch.set_num_threads(1)  # the suite itself runs in several workers
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         if not devices.is_available():  # a seed for later is kept with the whole stack as text: 1.5 ms for each seed
@@ -83,6 +88,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if for_a_gpu:  # left out, not skipped one by one: there are hundreds
         config.hook.pytest_deselected(items=for_a_gpu)
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+
+
+_attach_to_all = catching_logs.__enter__
+
+
+def attach_to_root(logs: catching_logs[Any]) -> Any:
+    """Catch what all loggers pass on, without a look at each of 600 loggers of other libraries, six times a test."""
+    if logs.level is not None:
+        return _attach_to_all(logs)
+    logging.root.addHandler(logs.handler)
+    logs.attached_loggers.append(logging.root)
+    return logs.handler
+
+
+def send_what_counts(send: Callable[..., None], name: str, **event: Any) -> None:
+    """Tell the process that counts results of each test's call and of failures, not of all six steps of a test."""
+    if name in ("logstart", "logfinish"):
+        return
+    if name == "testreport" and event["data"]["when"] != "call" and event["data"]["outcome"] == "passed":
+        return
+    send(name, **event)
 
 
 def pytest_report_header() -> str | None:
@@ -108,8 +134,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _file_of_the_last_test = item.nodeid.partition("::")[0]
         gc.collect()
         gc.freeze()
-        for logger in logging.root.manager.loggerDict.values():  # else pytest has its handlers taken up and put down
-            if isinstance(logger, logging.Logger):  # by each of 42 loggers of other libraries, six times a test
+        for logger in logging.root.manager.loggerDict.values():  # pytest's handlers are those of the root alone
+            if isinstance(logger, logging.Logger):
                 logger.propagate = True
 
 

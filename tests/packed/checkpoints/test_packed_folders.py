@@ -31,6 +31,7 @@ from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.plan import Plan
 from tests.crosses import few
+from tests.processes import Program
 
 transformers = pytest.importorskip("transformers")
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96}
@@ -526,13 +527,13 @@ except ValueError as error:
 """
 
 
-def test_transformers_without_the_plug_in_refuses_a_packed_folder(packed):
-    command = [sys.executable, "-c", WITHOUT_PLUGIN, str(packed)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+def test_transformers_without_the_plug_in_refuses_a_packed_folder(packed, tmp_path):
+    program = Program(WITHOUT_PLUGIN, str(packed), folder=tmp_path)
+    assert program.wait() == 0, program.errors
     assert re.fullmatch(
-        r"refused: .*packed by bitplan; import bitplan.transformers before from_pretrained, or \S+\n", done.stdout
+        r"refused: .*packed by bitplan; import bitplan.transformers before from_pretrained, or \S+\n", program.output
     )
-    first = next(line for line in done.stderr.splitlines() if "quantization" in line)
+    first = next(line for line in program.errors.splitlines() if "quantization" in line)
     assert "got bitplan; import bitplan.transformers before from_pretrained - " in first
 
 
