@@ -108,7 +108,7 @@ def fit_to_model(model: nn.Module, file: TensorFile) -> tuple[Assignment, dict[s
     ties = dict((one, other) if other in filled else (other, one) for one, other in half_made)
     unread = [name for name in unknown if _is_computed(model, name)]
     faults = {
-        "missing": [name for name in shapes if name not in filled and name not in ties],
+        "missing": [name for name in shapes if name not in {*filled, *ties, *computed_parameters(model)}],
         "unknown": [name for name in unknown if name not in unread],
         "shape": [
             text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, shapes, file)))
@@ -232,6 +232,12 @@ def _ties_of(model: nn.Module) -> dict[str, str]:
         if isinstance(tensor, nn.Parameter) and first.setdefault(id(tensor), name) != name:
             table.setdefault(name, first[id(tensor)])
     return table
+
+
+def computed_parameters(model: nn.Module) -> list[str]:
+    """Names of parameters that transformers writes to no file, for the model computes them, as Marian its positions."""
+    names: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    return sorted({name for name, _ in model.named_parameters()}.intersection(names))
 
 
 def _is_computed(model: nn.Module, name: str) -> bool:

@@ -41,7 +41,15 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, check_plan, folder_inputs, folder_kv, read_config, read_packed_plan
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
-from bitplan.files.tensor_recipes import Assignment, TensorRecipe, assign, convert_plain, shape_of, shortened
+from bitplan.files.tensor_recipes import (
+    Assignment,
+    TensorRecipe,
+    assign,
+    computed_parameters,
+    convert_plain,
+    shape_of,
+    shortened,
+)
 from bitplan.files.transformers_names import foreign_faults, read_generation_config, silence_transformers
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import torch_dtype
@@ -344,6 +352,10 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, local = name.rpartition(".")
         model.get_submodule(owner)._buffers[local] = torch.empty_like(buffer, device="cpu")
+    for name in computed_parameters(model):
+        owner, _, local = name.rpartition(".")
+        computed = torch.empty_like(model.get_parameter(name), device="cpu")
+        model.get_submodule(owner)._parameters[local] = nn.Parameter(computed, requires_grad=False)
     model.initialize_weights()
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, local = name.rpartition(".")

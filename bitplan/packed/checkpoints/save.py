@@ -37,7 +37,7 @@ from bitplan.files.packed_folder import (
 )
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec
-from bitplan.files.tensor_recipes import TensorRecipe
+from bitplan.files.tensor_recipes import TensorRecipe, computed_parameters
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import dtype_name
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors
@@ -208,6 +208,8 @@ def _items(model: nn.Module, source: LoadedFrom | None) -> tuple[dict[str, _Save
     saved: dict[str, _SavedTensor] = {}
     tied: dict[str, str] = {}
     first: dict[int, str] = {}
+    for name in set(computed_parameters(model)).difference(recipes):
+        del items[name]
     for name in sorted(items, key=lambda name: name not in recipes):
         if objects[name] in first and name not in recipes:
             tied[name] = first[objects[name]]

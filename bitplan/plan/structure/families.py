@@ -155,6 +155,7 @@ FAMILIES = {
     **dict.fromkeys(("mamba", "falcon_mamba"), Family(read_directly="dt_proj|embeddings|lm_head")),
     "mamba2": Family(read_directly="embeddings|lm_head"),
     "jamba": Family(read_directly="dt_proj"),
+    **dict.fromkeys(("deberta", "deberta-v2", "sew-d"), Family(read_directly="rel_embeddings|attention.self.in_proj")),
     **dict.fromkeys(("deepseek_v32", "glm_moe_dsa"), Family(read_directly="weights_proj")),
     "rwkv": Family(read_directly=r"attention\.output|feed_forward\.value"),  # which it divides before it runs
 }

@@ -222,6 +222,25 @@ def test_models_whose_linear_layers_are_not_plain(tmp_path):
         assert (logits(loaded) - logits(model)).abs().max() < 0.05 * logits(model).abs().max()
 
 
+def test_parameters_that_a_model_computes_and_its_files_lack_are_computed(tmp_path):
+    """transformers writes none of Marian's positions, and fills them when it loads."""
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 96, "decoder_ffn_dim": 96}
+    heads = {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "max_position_embeddings": 32}
+    tokens = {"vocab_size": 96, "pad_token_id": 0, "decoder_start_token_id": 0, "eos_token_id": 1}
+    marian = transformers.MarianMTModel(transformers.MarianConfig(**sizes, **heads, **tokens)).eval()
+    quantize_files.quantize_file(save(marian, tmp_path / "marian"), tmp_path / "packed", "int8_row")
+    loaded, _ = bitplan.load_packed(tmp_path / "packed")
+    positions = marian.model.encoder.embed_positions.weight
+    torch.testing.assert_close(loaded.model.encoder.embed_positions.weight, positions)
+    bitplan.save_packed(loaded, tmp_path / "again")
+    assert contents(tmp_path / "again") == contents(tmp_path / "packed")
+    bitplan.dequantize(loaded)
+    with torch.no_grad():
+        asked = {"input_ids": IDS, "decoder_input_ids": IDS[:, :5]}
+        expected = marian(**asked).logits
+        assert (loaded(**asked).logits - expected).abs().max() < 0.05 * expected.abs().max()
+
+
 def test_a_model_packed_in_memory_is_saved_and_loaded_under_its_own_names(tmp_path):
     torch.manual_seed(0)
     model = mixtral()
@@ -464,7 +483,14 @@ def llama4():
     return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**sizes, interleave_moe_layer_step=1))
 
 
-@pytest.mark.parametrize("make", [rwkv, llama4])
+def deberta():
+    """Its code normalises the embeddings of distances as a matrix, without looking rows up."""
+    settings = {"relative_attention": True, "position_buckets": 8, "norm_rel_ebd": "layer_norm"}
+    return transformers.DebertaV2ForMaskedLM(transformers.DebertaV2Config(**SIZES, **settings))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # transformers' DeBERTa
+@pytest.mark.parametrize("make", [rwkv, llama4, deberta])
 def test_what_the_code_of_a_model_reads_itself_stays_so_that_the_folder_runs(make, tmp_path):
     torch.manual_seed(0)
     model = make()
