@@ -267,6 +267,9 @@ def _watch(watched: EvalSet, scores: Array, new: list[Tree], booster: Booster, s
     Forest.of(new, booster.outputs).add_to(scores, np.asarray(rows.x))
     values = [metric(rows.y, scores, rows.weights, shards) for metric in watched.metrics]
     shards.sent_for("losses")
+    names = [name for name, _, _ in values]
+    if len(set(names)) < len(names):
+        raise TreesError(f"eval_metric: its metrics and the objective's loss are called {names}; rename those alike")
     for name, value, _ in values:
         record.setdefault(name, []).append(value)
     _, first, higher_is_better = values[0]
@@ -426,6 +429,10 @@ class HostScores:
         if by_rule is not None:
             low, high = grown.leaf_bounds.T
             return np.clip(by_rule, low, high)
+        values = self._newton_steps(grown, output, gradients)
+        return self._objective.limit(values, self._settings.learning_rate, output)
+
+    def _newton_steps(self, grown: Grown, output: int, gradients: Gradients) -> Array:
         if not self._settings.renew_leaves:
             self._warn_of_coarse_leaves(grown.tree, gradients.hess_scale)
             return grown.tree.leaf_value

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from bitplan.trees.boost import EvalSet, Rows, split_rows, with_weight
-from bitplan.trees.checks import has_default, number
+from bitplan.trees.checks import has_default, number, seed_of
 from bitplan.trees.distributed.shards import ALONE
 from bitplan.trees.estimator_base import FitOptions, callbacks_of
 from bitplan.trees.gradients import GradientPrecision
@@ -89,7 +89,10 @@ class Search:
         self.trials: list[SettingsTrial] = []
 
     def run(self, settings: dict[str, Any], count: int, deadline: float, rounds: int = MOST_ROUNDS) -> SettingsTrial:
-        """Run a trial on `count` rows, recorded; it ends at the deadline, after at least one round."""
+        """Run a trial on `count` rows, recorded; it ends at the deadline, after at least two rounds.
+
+        The first round of a process loads code: alone it would say that rounds are slow.
+        """
         rows = self._rows if count == len(self._order) else self._rows.at(np.sort(self._order[:count]))
         usual = {"learning_rate": TRIAL_RATE, "gradient_precision": GradientPrecision.I16.value}
         always = {
@@ -103,7 +106,7 @@ class Search:
 
         def is_over(_state: Any) -> bool:
             ends.append(clock())
-            return ends[-1] >= deadline
+            return len(ends) > 1 and ends[-1] >= deadline
 
         model._boost(rows, self._objective, [self._held], FitOptions(callbacks=[is_over]), None, ALONE)
         losses, best = model.booster_.losses, int(np.argmin(model.booster_.losses)) + 1
@@ -193,14 +196,15 @@ def rate_and_rounds(rounds: float, affordable: float, rate: float) -> tuple[floa
 
 
 def fit_in_seconds(
-    model: Any,
+    estimator: Any,
     rows: Rows,
     objective: Objective,
     watched: Sequence[EvalSet],
     options: FitOptions,
     started: float,
 ) -> None:
-    """Search settings, fit the model with the best of them to all rows, and record both in `model.search_`."""
+    """Search settings, fit the estimator with the best of them to all rows, and record both in its `search_`."""
+    model = copy.copy(estimator).set_params(random_state=seed_of(estimator.random_state))  # one seed for all fits
     rows, seconds = with_weight(rows), float(options.seconds)
     if watched:
         fitted, held_out = rows, watched[-1]
@@ -223,9 +227,9 @@ def fit_in_seconds(
     try:
         last._boost(rows, objective, watched, replace(options, callbacks=callbacks), None, ALONE)
     finally:
-        vars(model).update({name: value for name, value in vars(last).items() if name == "booster_"})
+        vars(estimator).update({name: value for name, value in vars(last).items() if name == "booster_"})
     settings["n_estimators"] = last.booster_.rounds
-    model.search_ = {
+    estimator.search_ = {
         "settings": settings,
         "seconds": seconds,
         "seconds_taken": clock() - started,

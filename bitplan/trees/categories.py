@@ -85,6 +85,7 @@ def category_flags(setting: Any, names: Sequence[Any], features: int) -> Array:
     if isinstance(setting, (str, bytes, dict)) or not isinstance(setting, Collection):
         raise TreesError(
             f"categorical_features: expected a list of names or places, or a flag for each feature, got {setting!r:.60}"
+            "; columns of a categorical type are categorical without it"
         )
     if len(setting) == features and all(isinstance(flag, (bool, np.bool_)) for flag in setting):
         return np.array(setting, np.bool_)

@@ -84,6 +84,8 @@ def pieces_of(
 
 def targets_of(y: Array) -> Array:
     """The targets as float64: (rows,), or (rows, targets)."""
+    if y.dtype.kind in "mM":
+        raise TreesError(f"y: has dates or times ({y.dtype}), expected numbers; give days or seconds since a date")
     try:
         targets = y.astype(np.float64)
     except (TypeError, ValueError):
@@ -103,16 +105,20 @@ def refuse_masked(name: str, values: Any) -> None:
         raise TreesError(f"{name}: {np.ma.count_masked(values)} of its numbers are masked; leave those rows out")
 
 
-def refuse_missing_targets(y: Array) -> None:
-    """Refuse None among labels, which scikit-learn cannot sort."""
-    if y.dtype.kind != "O":
+def refuse_missing_targets(y: Any) -> None:
+    """Refuse labels of several types and missing ones, which scikit-learn cannot sort or takes for a class (NaT)."""
+    try:
+        labels = np.asarray(y)
+    except ValueError:  # rows of different lengths, which scikit-learn refuses
         return
-    row = next((row for row, label in enumerate(y) if is_missing(label)), None)
+    if labels.dtype.kind not in "OM" or not labels.ndim:
+        return
+    row = next((row for row, label in enumerate(labels) if is_missing(label)), None)
     if row is not None:
         raise TreesError(
-            f"y: row {row} has {y[row]!r}, expected a target for every row; leave that row out, or label it"
+            f"y: row {row} has {labels[row]!s}, expected a target for every row; leave that row out, or label it"
         )
-    if len(kinds := sorted({type(label).__name__ for label in y})) > 1:
+    if len(kinds := sorted({type(label).__name__ for label in labels})) > 1:
         raise TreesError(f"y: has labels of types {', '.join(kinds)}, expected one; convert them first (y.astype(str))")
 
 

@@ -165,7 +165,9 @@ OTHER_NAMES = {
         "max_depth": "depth",
         "growth": "grow_policy",
         "verbose": "verbosity verbose_eval",
+        "class_weight": "class_weights",
         "class_weight ('balanced')": "is_unbalance auto_class_weights",
+        "device ('cuda')": "device_type gpu_id task_type",
         "eval_metric of fit, and no setting": "metric eval_metric scoring custom_metric",
         "callbacks of fit, and no setting": "callbacks",
         "min_child_samples": "min_data_in_leaf min_samples_leaf",
@@ -179,11 +181,11 @@ OTHER_NAMES = {
         "monotone_constraints": "monotonic_cst",
         "interaction_constraints": "interaction_cst",
         "early_stopping_rounds": "n_iter_no_change early_stopping_round early_stopping",
-        "n_jobs": "num_threads nthread",
-        "random_state": "seed",
+        "n_jobs": "num_threads nthread thread_count",
+        "random_state": "seed random_seed",
         "gradient_precision ('i16')": "use_quantized_grad",
         "tweedie_power": "tweedie_variance_power",
-        "objective": "loss",
+        "objective": "loss loss_function",
     }.items()
     for other in others.split()
 }
@@ -199,6 +201,10 @@ NO_SETTINGS = {
     "linear_tree": "leaves are constants",
     "deterministic": "trees are the same to the bit for any number of threads",
     "missing": "NaN is missing",
+    "use_missing": "NaN is missing",
+    "zero_as_missing": "NaN is missing, and zero a number",
+    "force_col_wise": "nothing is to be chosen",
+    "force_row_wise": "nothing is to be chosen",
 }
 NO_SETTINGS["booster"] = NO_SETTINGS["boosting_type"]
 SAMPLINGS, BOOSTINGS = ("uniform", "gradient"), ("gradient", "dart")
@@ -355,9 +361,9 @@ class BoostedTreesBase(FittedTrees):
         before = initial.categories if initial else {}
         self.categories_ = learn_categories(x, self.categorical_features, before, shards)
         refuse_masked("y", y)
+        refuse_missing_targets(y)
         several = self._takes_several(y)
         table, targets = self._validated(encode(x, self.categories_), shards, y=y, multi_output=several)
-        refuse_missing_targets(targets)
         return table, targets
 
     def _takes_several(self, y: Any) -> bool:
@@ -545,6 +551,8 @@ class BoostedTreesBase(FittedTrees):
         )
 
     def _dropout(self) -> Dropout | None:
+        if self.boosting == "goss":
+            raise TreesError("boosting: 'goss' is sampling='gradient' with subsample=0.3 here")
         dropout = Dropout(
             rate=number("drop_rate", self.drop_rate, 0, 1),
             most=whole_number("max_drop", self.max_drop, 1),

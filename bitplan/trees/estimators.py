@@ -112,7 +112,7 @@ class _FitToTargets(BoostedTreesBase):
             x, targets = self._read_both(X, y, initial, shards)
             x = self._agree(x, targets, sample_weight, eval_set, options, initial, shards)
             rows = self._rows(x, targets, sample_weight, shards)
-        objective = self._objective()
+        self.objective_ = objective = self._new_objective()
         first = first_scores_of(options.init_score, len(rows.x), objective.outputs, "init_score")
         if first is not None and initial is not None:
             raise TreesError("init_score: a model that is trained further has scores of its own; give one of the two")
@@ -145,6 +145,22 @@ class _FitToTargets(BoostedTreesBase):
     def _rows(self, x: Array, targets: Array, sample_weight: Any, shards: Shards) -> Rows:
         """The rows with their targets and weights as the objective takes them."""
         raise NotImplementedError
+
+    def _objective(self) -> Objective:
+        """The objective of `fit`, whatever the settings are by now; of a model that was read, that of its settings."""
+        fitted: Objective = vars(self).get("objective_") or self._new_objective()
+        return fitted
+
+    def _new_objective(self) -> Objective:
+        raise NotImplementedError
+
+    def _refuse_changed(self) -> None:
+        now, fitted = self._new_objective(), self._objective()
+        if (now.name, now.outputs) != (fitted.name, fitted.outputs):
+            raise TreesError(
+                f"objective, alpha: were set to {now.name} with {now.outputs} scores a row after a fit by "
+                f"{fitted.name} with {fitted.outputs}, and a file holds the settings; set them back, or fit again"
+            )
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -188,7 +204,7 @@ class BoostedTreesClassifier(ClassifierMixin, _FitToTargets):  # type: ignore[mi
             )
         return np.searchsorted(self.classes_, y).astype(np.float64)
 
-    def _objective(self) -> Objective:
+    def _new_objective(self) -> Objective:
         plain = Binary() if len(self.classes_) == 2 else Multiclass(len(self.classes_))
         return plain if self._refuse_named() is None else CustomOfClasses(self.objective, plain)
 
@@ -290,7 +306,7 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
         """`predict` after each round."""
         return map(self._objective().mean, self._staged_scores(X))
 
-    def _objective(self) -> Objective:
+    def _new_objective(self) -> Objective:
         if callable(self.objective):
             return Custom(self.objective, self.n_outputs_)
         make = OBJECTIVES[one_of("objective", self.objective, tuple(OBJECTIVES))]
@@ -316,4 +332,4 @@ class BoostedTreesRegressor(RegressorMixin, _FitToTargets):  # type: ignore[misc
 
     def _check_parameters(self, features: int) -> None:
         super()._check_parameters(features)
-        self._objective()
+        self._new_objective()

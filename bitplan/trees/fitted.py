@@ -135,6 +135,9 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
     def _objective(self) -> Objective:
         raise NotImplementedError
 
+    def _refuse_changed(self) -> None:
+        """Refuse to write a model whose settings say another objective than the one it was fitted with."""
+
     @property
     def feature_importances_(self) -> Array:
         """Each feature's share of the gain of all splits, or of their number (`importance_type`)."""
@@ -162,11 +165,14 @@ class FittedTrees(BaseEstimator):  # type: ignore[misc]
 
     def save(self, path: str | Path) -> None:
         """Write the model as JSON, atomically."""
+        check_is_fitted(self)
+        self._refuse_changed()
         save_trees(self, path)
 
     def to_lightgbm(self) -> str:
         """The model in LightGBM's text format: `lightgbm.Booster(model_str=...)` predicts the same."""
         check_is_fitted(self)
+        self._refuse_changed()
         return to_lightgbm_text(self)
 
     def first_rounds(self, rounds: int) -> Self:

@@ -11,6 +11,7 @@ Metrics of rows that are watched: the objective's loss, and functions of the use
 
 from __future__ import annotations
 
+import inspect
 import math
 import numbers
 import warnings
@@ -28,6 +29,7 @@ from bitplan.trees.loops import gradients as trees_gradients
 
 GRADIENT_NS = 8.0  # of a row and an output, about
 POISSON_CAUTION = math.exp(0.7)  # LightGBM's: a hessian larger than the real one, against steps that overshoot
+SMALLEST = float(np.finfo(np.float64).tiny)
 Leaves = Callable[[], Sequence[Array]]  # the rows of each
 CustomObjective = Callable[[Array, Array], tuple[Any, Any]]
 
@@ -43,6 +45,7 @@ class Objective(Protocol):
     def renew(
         self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
     ) -> Array | None: ...
+    def limit(self, steps: Array, rate: float, output: int = 0) -> Array: ...
 
 
 class OneScore:
@@ -65,6 +68,10 @@ class OneScore:
         self, y: Array, scores: Array, weights: Array, leaves: Leaves, shards: Shards, output: int = 0
     ) -> Array | None:
         return None
+
+    def limit(self, steps: Array, rate: float, output: int = 0) -> Array:
+        """The Newton steps of leaves, of which a share `rate` is made, or smaller ones."""
+        return steps
 
 
 def refuse_targets_outside(y: Array, expected: str, shards: Shards, *, above_zero: bool = False) -> None:
@@ -103,7 +110,10 @@ class AbsoluteError(OneScore):
 
 
 class LogMean(OneScore):
-    """The base of objectives whose raw scores are logarithms of predicted means."""
+    """The base of objectives whose raw scores are logarithms of predicted means: Tweedie losses, by their power."""
+
+    _power = 1.0
+    _caution = 1.0  # of hessians, above the real ones
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         return np.array([math.log(average(y, weights, shards))])
@@ -111,10 +121,18 @@ class LogMean(OneScore):
     def mean(self, scores: Array) -> Array:
         return np.exp(scores[:, 0])
 
+    def limit(self, steps: Array, rate: float, output: int = 0) -> Array:
+        """No step leads past the best value of its leaf: far from it, Newton's would be too long by any factor."""
+        newton = steps * self._caution
+        up, down = 1 + (2 - self._power) * newton, 1 - (self._power - 1) * newton
+        best: Array = np.log(np.maximum(up, SMALLEST)) - np.log(np.maximum(down, SMALLEST))
+        return np.where(np.abs(steps) * rate > np.abs(best), best / rate, steps)
+
 
 class Poisson(LogMean):
     name = "poisson"
     _kernel, _numbers = staticmethod(trees_gradients.poisson), (POISSON_CAUTION,)
+    _caution = POISSON_CAUTION
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         refuse_targets_outside(y, "the Poisson objective expects counts of at least 0 and one above 0", shards)
@@ -161,6 +179,9 @@ class Multiclass:
         shares: Array = counts / counts.sum()
         return np.log(np.maximum(shares, 1e-15))
 
+    def limit(self, steps: Array, rate: float, output: int = 0) -> Array:
+        return steps
+
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         columns = Cut(y), Cut(np.ascontiguousarray(scores.T), axis=1), Cut(weights) if len(weights) else weights
         results = Cut(grads, axis=1), Cut(hess, axis=1)
@@ -196,7 +217,7 @@ class Custom(OneScore):
         if not len(y):  # a process without rows
             return
         own_scores = scores[:, 0].copy() if self.outputs == 1 else scores.copy()
-        returned = self._function(y, own_scores)
+        returned = self._function(_read_only(y), own_scores)
         is_pair = isinstance(returned, tuple) and len(returned) == 2
         if not is_pair or any(np.shape(part) != own_scores.shape for part in returned):
             size = " x ".join(map(str, own_scores.shape))
@@ -273,7 +294,7 @@ class Gamma(LogMean):
     """Gamma deviance, for positive amounts whose spread grows with their mean."""
 
     name = "gamma"
-    _kernel = staticmethod(trees_gradients.gamma)
+    _kernel, _power = staticmethod(trees_gradients.gamma), 2.0
 
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         refuse_targets_outside(y, "the gamma objective expects numbers above 0", shards, above_zero=True)
@@ -337,6 +358,9 @@ class Several:
     ) -> Array | None:
         return self._parts[output].renew(self._target(y, output), scores[:, [output]], weights, leaves, shards)
 
+    def limit(self, steps: Array, rate: float, output: int = 0) -> Array:
+        return self._parts[output].limit(steps, rate)
+
 
 # By name, from the settings `alpha` and `tweedie_power`.
 OBJECTIVES: dict[str, Callable[[float, float], Objective]] = {
@@ -370,8 +394,9 @@ def custom_metrics(objective: Objective, eval_metric: Any) -> tuple[Metric, ...]
     metrics = metrics if isinstance(metrics, Sequence) else [None]
     if not all(callable(metric) or (isinstance(metric, str) and metric in NAMED_METRICS) for metric in metrics):
         raise TreesError(
-            "eval_metric: expected a function of (y, predictions) that returns (name, value, is_higher_better), one of "
-            f"{', '.join(map(repr, NAMED_METRICS))}, or a list of such, got {eval_metric!r:.60}"
+            "eval_metric: expected a function of (y, predictions[, weights]) that returns (name, value, "
+            f"is_higher_better), one of {', '.join(map(repr, NAMED_METRICS))}, or a list of such, "
+            f"got {eval_metric!r:.60}"
             + next(filter(None, (other_name("eval_metric", metric) for metric in metrics)), "")
         )
     names = [metric for metric in metrics if isinstance(metric, str)]
@@ -441,14 +466,33 @@ def loss_of(objective: Objective) -> Metric:
     return of
 
 
+def _takes(function: Callable[..., Any], arguments: int) -> bool:
+    """Whether a function can be called with so many arguments; True for one that does not say."""
+    try:
+        inspect.signature(function).bind(*range(arguments))
+    except TypeError:
+        return False
+    except ValueError:
+        return True
+    return True
+
+
+def _read_only(y: Array) -> Array:
+    """The targets as a user's function gets them: one that writes to them fails, and changes no later round."""
+    view = y.view()
+    view.setflags(write=False)
+    return view
+
+
 def _custom(function: Callable[..., Any], objective: Objective) -> Metric:
     shown = getattr(function, "__name__", type(function).__name__)
+    takes_weights = _takes(function, 3)
 
     def of(y: Array, scores: Array, weights: Array, shards: Shards) -> tuple[str, float, bool]:
         if shards.count > 1:
             y, scores, weights = (_of_all(part, shards) for part in (y, scores, weights))
-        weighted = (weights,) if len(weights) else ()
-        returned = function(y, objective.mean(scores), *weighted)
+        weighted = (weights,) if len(weights) and takes_weights else ()
+        returned = function(_read_only(y), objective.mean(scores), *weighted)
         is_triple = isinstance(returned, tuple) and len(returned) == 3 and isinstance(returned[0], str)
         if not is_triple or not isinstance(returned[1], numbers.Real) or not math.isfinite(returned[1]):
             raise TreesError(

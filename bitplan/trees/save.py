@@ -11,7 +11,6 @@ from bitplan.base.documents import is_text
 from bitplan.base.records import write_json
 from bitplan.trees.checks import has_default
 from bitplan.trees.gradients import GradientPrecision, TreesError
-from bitplan.trees.scikit import check_is_fitted
 from bitplan.trees.tree import FAR, Tree
 
 FORMAT, VERSION = "bitplan.trees", 1
@@ -49,7 +48,6 @@ LATER_PARAMETERS = {
 
 def save_trees(model: Any, path: str | Path) -> None:
     """Write a fitted estimator; what `load_trees` would not read is refused here, by name."""
-    check_is_fitted(model)
     booster, classes = model.booster_, getattr(model, "classes_", None)
     if booster.features > MAX_FEATURES:
         raise TreesError(f"features: a model file holds at most {MAX_FEATURES}, this model has {booster.features}")

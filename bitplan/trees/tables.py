@@ -51,7 +51,9 @@ def dense(x: Any) -> Any:
         return x.astype(np.result_type(x.dtype, np.float32)).filled(np.nan) if x.dtype.kind in "biuf" else x
     if hasattr(x, "iloc") and hasattr(x, "columns") and any(_is_sparse(dtype) for dtype in x.dtypes):
         return x.apply(lambda column: column.sparse.to_dense() if _is_sparse(column.dtype) else column)
-    polars = sys.modules.get("polars")
+    polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
+    if pyarrow is not None and isinstance(x, pyarrow.RecordBatch):  # scikit-learn sees no names in it
+        return pyarrow.Table.from_batches([x])
     if polars is not None and isinstance(x, polars.LazyFrame):
         raise TreesError("X: a LazyFrame has no rows until it is collected; give X.collect()")
     return x
@@ -86,7 +88,7 @@ class Table:
 
     def kind(self, index: int) -> str:
         kind = getattr(self.dtype(index), "kind", "O")
-        return "M" if kind == "m" else "O" if kind in "SU" else str(kind)
+        return "M" if kind == "m" else "O" if kind in "SUT" else str(kind)
 
     def categories(self, index: int) -> list[Any] | None:
         """What the column's own type says its categories are; None if it is no type of categories."""
@@ -209,7 +211,7 @@ def table_of(x: Any) -> Table | None:
     polars, pyarrow = sys.modules.get("polars"), sys.modules.get("pyarrow")
     if polars is not None and isinstance(x, polars.DataFrame):
         return _Polars(x)
-    if pyarrow is not None and isinstance(x, pyarrow.Table | pyarrow.RecordBatch):
+    if pyarrow is not None and isinstance(x, pyarrow.Table):
         return _Arrow(x)
     if not isinstance(x, (np.ndarray, list, tuple)):
         return None
@@ -258,7 +260,7 @@ def is_missing(value: Any) -> bool:
 
 def refuse_text(x: Any) -> None:
     """Raise for columns of text, dates or categories that had numbers at `fit`; the error names the column."""
-    if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUmM":
+    if isinstance(x, np.ndarray) and x.dtype.kind not in "OSUTmM":
         return
     table = table_of(x)
     for index in range(table.count if table is not None else 0):
@@ -288,4 +290,11 @@ def refuse_text(x: Any) -> None:
             raise TreesError(
                 f"X: {table.shown(index)} has text, {values[row]!r:.60} in row {row}, expected numbers; name the "
                 "column in categorical_features, and each text is a category"
+            )
+        pandas = sys.modules.get("pandas")
+        row = next((row for row, value in enumerate(values) if pandas is not None and value is pandas.NA), None)
+        if row is not None:
+            raise TreesError(
+                f"X: {table.shown(index)} has pandas.NA in row {row} of a column of objects, which is no number; "
+                "X.convert_dtypes() gives the column a type of numbers"
             )

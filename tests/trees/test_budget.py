@@ -13,13 +13,15 @@ from tests.trees.samples import table
 
 
 class Clock:
-    """Time that passes by looking at it, faster from some look on."""
+    """Time that passes by looking at it, faster from some look on, or until one."""
 
-    def __init__(self, step=0.01, slow_from=10**9):
-        self.looks, self.now, self.step, self.slow_from = itertools.count(), 0.0, step, slow_from
+    def __init__(self, step=0.01, slow_from=10**9, slow_until=0):
+        self.looks, self.now, self.step = itertools.count(), 0.0, step
+        self.slow_from, self.slow_until = slow_from, slow_until
 
     def __call__(self):
-        self.now += self.step * (100 if next(self.looks) >= self.slow_from else 1)
+        look = next(self.looks)
+        self.now += self.step * (100 if look >= self.slow_from or look < self.slow_until else 1)
         return self.now
 
 
@@ -88,6 +90,23 @@ def test_a_fit_that_is_slower_than_planned_ends_in_time(clock):
     settings = model.search_["settings"]
     assert settings["n_estimators"] == model.n_iter_
     assert BoostedTreesRegressor(**settings).fit(x, y).to_lightgbm() == model.to_lightgbm()
+
+
+def test_a_first_round_that_loads_code_does_not_count_as_slow(clock):
+    x, y = table(1200)
+    clock(step=0.003, slow_until=4)
+    model = BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=2)
+    assert model.n_iter_ > 50
+
+
+@pytest.mark.parametrize("random_state", [None, np.random.default_rng(3)])
+def test_a_drawn_seed_is_in_the_record(clock, random_state):
+    x, y = table(1200)
+    clock()
+    model = BoostedTreesRegressor(random_state=random_state, n_jobs=1).fit(x, y, seconds=1)
+    again = BoostedTreesRegressor(**model.search_["settings"]).fit(x, y)
+    assert again.to_lightgbm() == model.to_lightgbm()
+    assert model.random_state is random_state
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,11 @@ def test_frames_of_polars_and_tables_of_arrow_are_as_those_of_pandas(library):
     if library == "polars":
         with pytest.raises(TreesError, match=r"give X.collect\(\)"):
             by_type.predict(text.lazy())
+    else:
+        turned = text.select(["size", "town"]).to_batches()[0]
+        with pytest.raises(ValueError, match="same order"):
+            by_text.predict(turned)
+        np.testing.assert_array_equal(by_text.predict(text.to_batches()[0]), expected.predict(frame))
 
 
 def test_text_in_an_array_and_in_a_list():
@@ -76,6 +81,11 @@ def test_text_in_an_array_and_in_a_list():
     for given in (rows, rows.tolist()):
         model = BoostedTreesRegressor(categorical_features=[0], **SETTINGS).fit(given, y)
         np.testing.assert_array_equal(model.predict(given), expected)
+    alone = rows[:, :1]
+    model = BoostedTreesRegressor(categorical_features=[0], **SETTINGS)
+    by_objects = model.fit(alone, y).predict(alone)
+    given = alone.astype(np.dtypes.StringDType())
+    np.testing.assert_array_equal(model.fit(given, y).predict(given), by_objects)
 
 
 def test_categories_survive_files_and_lightgbm_reads_the_same_frame(tmp_path):

@@ -458,6 +458,14 @@ def test_dates_and_missing_labels_are_refused_in_one_line():
     labels[7] = None
     with pytest.raises(TreesError, match="y: row 7 has None, expected a target for every row"):
         model.fit(frame[["size"]], labels)
+    for missing in (days.where(labels == "a").to_numpy(), pandas.Series(labels, dtype="string")):
+        with pytest.raises(TreesError, match=r"y: row . has (NaT|<NA>), expected a target for every row"):
+            model.fit(frame[["size"]], missing)
+    for dates in (days, days.to_numpy() - days.to_numpy()[0]):
+        with pytest.raises(TreesError, match=r"y: has dates or times .*, expected numbers"):
+            BoostedTreesRegressor().fit(frame[["size"]], dates)
+    with pytest.raises(TreesError, match=r"X: column 'size' has pandas\.NA in row 3 of a column of objects"):
+        model.fit(frame[["size"]].astype(object).replace(3.0, pandas.NA), np.arange(40) % 2)
     labels[7] = 3
     with pytest.raises(TreesError, match="y: has labels of types int, str, expected one"):
         model.fit(frame[["size"]], labels)

@@ -58,6 +58,29 @@ def test_weights_of_a_watched_set():
     np.testing.assert_allclose(model.evals_result_["valid_0"]["squared_error"][-1], expected)
 
 
+def test_functions_of_the_user_get_the_weights_they_take_and_cannot_change_targets():
+    x = np.random.default_rng(0).standard_normal((300, 2))
+    y, weight = x[:, 0] > 0, np.linspace(0.1, 2, 300)
+    fit = {"sample_weight": weight, "eval_set": (x, y), "eval_sample_weight": weight}
+
+    def counted(y, predicted, weights):
+        assert len(y) == len(predicted)
+        return "total", float(weights.sum()), False
+
+    model = BoostedTreesClassifier(n_estimators=2).fit(x, y, **fit, eval_metric=[auc, counted])
+    assert model.evals_result_["valid_0"]["total"] == [weight.sum()] * 2
+    BoostedTreesClassifier(n_estimators=2, early_stopping_rounds=1).fit(x, y, weight, eval_metric=auc)
+
+    def writing(y, predicted):
+        y -= predicted
+        return "own", 0.0, False
+
+    with pytest.raises(ValueError, match="read-only"):
+        BoostedTreesClassifier(n_estimators=2).fit(x, y, eval_set=(x, y), eval_metric=writing)
+    with pytest.raises(TreesError, match=r"eval_metric: .* are called \['total', 'total', 'binary'\]; rename"):
+        BoostedTreesClassifier(n_estimators=2).fit(x, y, **fit, eval_metric=[counted, counted])
+
+
 def test_callbacks_see_each_round_and_may_stop():
     x, y = table(300)
     seen = []

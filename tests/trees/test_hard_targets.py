@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from bitplan.trees import BoostedTreesRegressor, recommend_gradient_precision
+from bitplan.trees.objectives import Gamma, Poisson, Tweedie
 
 ROWS = 3000
 SETTINGS = {"n_estimators": 40, "n_jobs": 1}
@@ -40,6 +41,30 @@ def test_leaves_of_few_codes(stochastic):
         predicted = BoostedTreesRegressor(**settings).fit(x[:ROWS], y[:ROWS]).predict(x[ROWS:])
         losses[kind] = np.mean(np.log(predicted) + y[ROWS:] / predicted)
     assert losses["i16"] < losses["f32"] + 0.05
+
+
+@pytest.mark.parametrize("precision", ["f32", "i16"])
+def test_means_that_span_many_decades_do_not_run_away(precision):
+    """Newton's step of a leaf far below its mean is its hessian's inverse: it led to 1e-300 and NaN."""
+    rng, x, signal = hard_table()
+    y = rng.gamma(1.0, np.exp(4 * signal))
+    model = BoostedTreesRegressor(objective="gamma", gradient_precision=precision, **SETTINGS).fit(x[:ROWS], y[:ROWS])
+    predicted, mean = model.predict(x[ROWS:]), np.exp(4 * signal[ROWS:])
+    assert np.mean(np.log(predicted) + mean / predicted) < np.log(mean.mean()) - 2  # a constant has no -2, but + 1
+
+
+@pytest.mark.parametrize(("objective", "power"), [(Poisson(), 1.0), (Gamma(), 2.0), (Tweedie(1.3), 1.3)])
+def test_steps_end_at_the_best_value_of_a_leaf(objective, power):
+    y = np.array([3.0, 1.0, 0.5])
+    for score in (-30.0, -1.0, 0.0, 1.0, 30.0):
+        gradients, hessians = np.empty((2, 1, 3), np.float32)
+        objective.gradients(y, np.full((3, 1), score), np.empty(0), gradients, hessians)
+        step = -gradients.sum(dtype=np.float64) / hessians.sum(dtype=np.float64)
+        best = np.log(y.mean()) - score
+        for rate in (0.1, 1.0):
+            limited = objective.limit(np.array([step]), rate)[0]
+            expected = step if abs(step) * rate <= abs(best) else best / rate
+            assert abs(limited - expected) < 2e-2 * abs(expected), (power, score, rate)
 
 
 def test_leaves_that_are_sums_of_few_codes_are_named():

@@ -290,8 +290,6 @@ def test_dart_repeats_is_saved_and_is_refused_what_it_cannot_do(rows, tmp_path):
     ]:
         with pytest.raises(TreesError, match=f"boosting: 'dart' .*{said}"):
             BoostedTreesRegressor(**DART, **settings).fit(x, y, **more)
-    with pytest.raises(TreesError, match="boosting: expected one of 'gradient', 'dart', got 'goss'"):
-        BoostedTreesRegressor(boosting="goss").fit(x, y)
 
 
 def test_dart_is_as_good_as_lightgbms():
@@ -354,6 +352,7 @@ def test_settings_that_are_not_ours(name, said):
         ({"objective": "mae"}, "objective: .* is called 'absolute_error' here"),
         ({"device": "gpu"}, "device: .* is called 'cuda' here"),
         ({"sampling": "goss"}, "sampling: .* is called 'gradient' here"),
+        ({"boosting": "goss"}, "boosting: 'goss' is sampling='gradient' with subsample=0.3 here"),
         ({"boosting": "gbdt"}, "boosting: .* is called 'gradient' here"),
         ({"growth": "lossguide"}, "growth: .* is called 'leaf' here"),
         ({"gradient_precision": "int16"}, "gradient_precision: .* is called 'i16' here"),
@@ -364,6 +363,22 @@ def test_values_of_others_are_answered_with_ours(settings, said, rows):
     x, y, _ = rows
     with pytest.raises(TreesError, match=said):
         BoostedTreesRegressor(**settings).fit(x, y)
+
+
+def test_a_settings_change_after_fit_changes_no_prediction(rows, tmp_path):
+    x, y, _ = rows
+    model = BoostedTreesRegressor(**SMALL).fit(x, y)
+    expected = model.predict(x)
+    for changes in ({"objective": "poisson"}, {"objective": "quantile", "alpha": [0.1, 0.9]}):
+        model.set_params(**changes)
+        assert_array_equal(model.predict(x), expected)
+        for write in (lambda: model.save(tmp_path / "model.json"), model.to_lightgbm):
+            with pytest.raises(TreesError, match=r"after a fit by squared_error with 1, .*; set them back"):
+                write()
+    with pytest.raises(TreesError, match="warm_start: has objective squared_error, 1 scores"):
+        model.set_params(warm_start=True).fit(x, y)
+    model.set_params(objective="squared_error", alpha=0.9).save(tmp_path / "model.json")
+    assert_array_equal(load_trees(tmp_path / "model.json").predict(x), expected)
 
 
 def test_arguments_of_others_are_answered_with_what_there_is(rows):
