@@ -323,15 +323,14 @@ def search(
                for text that the model writes itself
     goal       Goal(bits=4.5), or a mapping of its fields; several limits hold together
     held_out   other text, for the proof; without it the last quarter of the text is kept for that
-    formats    candidates; those of `target` unless given, with IQ formats for fewer than 4 bits
+    formats    candidates; those of `target` unless given, with IQ2 and IQ3 where weights may have few bits
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     options    how it works: device, windows, processes, memory, progress
     """
     how = options or SearchOptions()
     search_goal = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
-    names = candidates(runtime, formats, search_goal.bits)
-    check_mode(how.inputs, runtime, names)
+    check_mode(how.inputs, runtime, candidates(runtime, formats))
     if runtime.streamed and search_goal.faster is not None and how.fp8_policy is None:
         raise GoalError(
             "speed of training needs a policy: whatever weights cross in, they are multiplied in BF16 where none says "
@@ -359,6 +358,8 @@ def search(
         )
         subject.aim_at(runtime)
         aims_of(search_goal.kinds, cut.kinds)  # refused now, not after minutes
+        most = search_goal.most_bytes(subject.numbers)
+        names = candidates(runtime, formats, None if most is None else 8 * most / subject.numbers)
         searcher = Searcher(subject, cut, names, folder, how)
         searcher.require_size(search_goal)
         how.note(searcher.needs())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from bitplan.base.errors import did_you_mean
 from bitplan.files.engines.targets import FORMATS, packed_bytes
@@ -16,6 +16,7 @@ from bitplan.searching.goal import SearchError
 class Target:
     """Candidates where none are asked for, and what the runtime takes.
 
+    few_bits    candidates beside them, each where a weight may have fewer bits than this
     export      the files it reads (`bitplan export --to`), which say what it loads; None where it loads every format
     fused       whether q, k and v, and gate and up, must agree
     embeddings  whether embeddings may be packed
@@ -28,6 +29,7 @@ class Target:
     export: str | None = None
     embeddings: bool = True
     streamed: bool = False
+    few_bits: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def packs_layers(self) -> bool:
@@ -52,18 +54,19 @@ class Target:
         return packed_bytes(self.export, fmt, shape)
 
 
-_GGUF = ("q2_k_gguf", "q3_k_gguf", "iq4_nl_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf", "q8_0_gguf")
-_BELOW_FOUR = {  # bitplan decodes the others in every product
-    "llama.cpp": ("iq2_xxs_gguf", "iq2_s_gguf", "iq3_xxs_gguf", "iq3_s_gguf", "iq4_xs_gguf"),
-    "bitplan": ("iq4_xs_gguf",),
-}
+_K_QUANTS = ("q2_k_gguf", "q3_k_gguf", "q4_k_gguf", "q5_k_gguf", "q6_k_gguf")
+_GGUF = (*_K_QUANTS, "iq4_xs_gguf", "iq4_nl_gguf", "q8_0_gguf")
+# Vectors take long to encode: above these bits plans of a 26M llama lost less than 0.5% without them.
+_VECTORS = {"iq2_xxs_gguf": 3.0, "iq2_s_gguf": 4.0, "iq3_xxs_gguf": 4.0, "iq3_s_gguf": 4.5}
 _LEGACY = ("q4_0_gguf", "q4_1_gguf", "q5_0_gguf", "q5_1_gguf")
 _STREAMED = ("mxfp4", "nvfp4", "int4_g32", "int8_row", "fp8_e4m3_row", "bfloat16")
 TARGETS = {
     target.name: target
     for target in (
-        Target("bitplan", (*_GGUF, "mxfp4", "nvfp4", "int4_g32", "int8_row", "bfloat16"), fused=True),
-        Target("llama.cpp", (*_GGUF, *_LEGACY, "bfloat16"), fused=False, export="gguf"),
+        Target(
+            "bitplan", (*_GGUF, "mxfp4", "nvfp4", "int4_g32", "int8_row", "bfloat16"), fused=True, few_bits=_VECTORS
+        ),
+        Target("llama.cpp", (*_GGUF, *_LEGACY, "bfloat16"), fused=False, export="gguf", few_bits=_VECTORS),
         Target("vllm", _STREAMED, fused=True, export="compressed-tensors", embeddings=False),
         Target("mlx", ("mxfp4", "int4_g32", "int8_g64", "mxfp8_e4m3", "bfloat16"), fused=False, export="mlx"),
         Target("training", _STREAMED, fused=False, streamed=True),
@@ -81,10 +84,10 @@ def target_of(name: str) -> Target:
 
 
 def candidates(target: Target, formats: Sequence[str] | None, bits: float | None = None) -> tuple[str, ...]:
-    """The formats to search: those asked for, or all of the target's, below four bits with IQ formats, too."""
+    """The formats to search: those asked for, or all of the target's; `bits`: how many a weight may have."""
     if not formats:
-        more = _BELOW_FOUR.get(target.name, ()) if bits is not None and bits < 4 else ()
-        return (*more, *target.formats)
+        few_bits = [fmt for fmt, most in target.few_bits.items() if bits is not None and bits < most]
+        return (*few_bits, *target.formats)
     for name in formats:
         get_format(name)
         if not target.loads(name):

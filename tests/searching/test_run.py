@@ -484,13 +484,20 @@ def test_a_target_loads_what_its_files_hold(target, held):
     assert all(TARGETS[target].loads(fmt) for fmt in TARGETS[target].formats)
 
 
-def test_goals_below_four_bits_try_iq_formats_that_run_where_the_plan_does():
-    for target, more in (("llama.cpp", 5), ("bitplan", 1), ("vllm", 0), ("training", 0)):
-        few_bits = candidates(TARGETS[target], None, 3.9)
-        assert [fmt.startswith("iq") for fmt in few_bits[:more]] == [True] * more
-        assert few_bits[more:] == TARGETS[target].formats
-        assert all(TARGETS[target].loads(fmt) for fmt in few_bits)
-        assert candidates(TARGETS[target], None, 4.0) == candidates(TARGETS[target], None) == TARGETS[target].formats
+def test_goals_of_few_bits_try_vectors_that_run_where_the_plan_does():
+    for target, wanted in (
+        ("llama.cpp", (4, 3, 1, 0)),
+        ("bitplan", (4, 3, 1, 0)),
+        ("vllm", (0,) * 4),
+        ("mlx", (0,) * 4),
+    ):
+        usual = candidates(TARGETS[target], None)
+        assert usual == TARGETS[target].formats
+        for bits, more in zip((2.9, 3.0, 4.0, 4.5), wanted, strict=True):
+            few_bits = candidates(TARGETS[target], None, bits)
+            assert few_bits[more:] == usual
+            assert all(fmt.startswith(("iq2", "iq3")) for fmt in few_bits[:more])
+            assert all(TARGETS[target].loads(fmt) for fmt in few_bits)
     assert candidates(TARGETS["llama.cpp"], ["q8_0_gguf"], 2.5) == ("q8_0_gguf",)
 
 

@@ -101,7 +101,8 @@ def search(
     # Refuse all that can be refused before torch is imported and minutes are spent.
     goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows, parse_kinds(kinds))
     target = target_of(runtime or "bitplan")
-    names = candidates(target, None if formats is None else [name.strip() for name in formats.split(",")], bits)
+    names = None if formats is None else [name.strip() for name in formats.split(",")]
+    candidates(target, names)
     content = read_kinds(text)
     proof = None if held_out is None else read_text(held_out)
     check_model_source(model, None)
