@@ -1,18 +1,23 @@
-"""Weights rounded by the given text, by text that the model writes itself, and by both, on two kinds of text held out.
+"""Searched plans and rivals on two kinds of text that nobody saw, from 2.5 bits a weight on, measured in one run.
 
 python benchmarks/kinds.py --model FOLDER --text TEXT --other OTHER --work FOLDER --ggml xllamacpp.abi3.so
+python benchmarks/kinds.py ... --texts both --rivals hqq auto-round modelopt
 
-Statistics come from the first part of the text; KL is measured on the rest, and on another kind of text: with every
-matrix in one format, and by a plan of `search_gguf.py`. Beside them llama.cpp's own types, encoded by its library (a
-wheel of xllamacpp has one) with squares of inputs on the given text as importance matrix. Finished rows are kept: the
-same command goes on.
+Statistics, and what rivals calibrate with, are of the first part of the text; KL is measured on the rest and on
+another kind of text. `--texts` says what our searches see: the given text, text that the model writes itself, or both.
+Rivals: llama.cpp's types, encoded by its library (a wheel of xllamacpp has one) with squares of inputs on the given
+text as importance matrix; hqq's Quantizer; auto-round's tuning; nvidia-modelopt's auto_quantize: what is on the path.
+Every matrix counts, the embedding too, with its scales. Finished rows are kept: the same command goes on.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-from collections.abc import Callable, Mapping
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,23 +26,59 @@ import gguf
 import harness
 import numpy as np
 import torch
+import transformers
 from search_gguf import kl_at
 from torch import Tensor
 
 from bitplan.base.records import read_json, read_text
-from bitplan.packed.checkpoints.causal_lm import load_causal_lm
-from bitplan.packed.language.perplexity import spread_windows
-from bitplan.searching.collect import GATHERED_WINDOWS, gather_evidence
+from bitplan.packed.checkpoints.causal_lm import CausalLM, load_causal_lm
+from bitplan.packed.language.perplexity import clustered_mean, spread_windows
+from bitplan.searching import Goal
+from bitplan.searching.collect import gather_evidence
 from bitplan.searching.damage import RoundedWeights
-from bitplan.searching.plan_meter import PlanMeter, kl_by_kind
-from bitplan.searching.searched_model import Text, open_subject
-from bitplan.searching.statistics import InputStatistics
+from bitplan.searching.evidence import SearchEvidence
+from bitplan.searching.plan_meter import PlanMeter
+from bitplan.searching.run import Searcher, solve_and_correct
+from bitplan.searching.runtime_formats import candidates, target_of
+from bitplan.searching.searched_model import SearchSubject, Text, open_subject, prepare
+from bitplan.searching.solver import solve
+from bitplan.searching.statistics import STATISTICS, InputStatistics
 
 CALIBRATION_SHARE = 0.6
-PLANS = harness.RESULTS / "search_gguf_lm26m.json"
 CONTEXT = 512
-TYPES = ("Q3_K_M", "IQ4_XS", "IQ4_NL", "Q4_K_M", "Q5_K_M")
-PLAIN = {"Q3_K_M": "Q3_K", "Q4_K_M": "Q4_K", "Q5_K_M": "Q5_K"}
+BITS = (2.5, 3.0, 3.5, 4.0, 4.5)
+TYPES = {  # llama-quantize's types for a llama without much grouping, given an importance matrix: matrices, and others
+    "IQ2_XXS": ("IQ2_XXS", {"v_proj": "Q2_K"}),
+    "IQ2_M": ("IQ2_S", {"v_proj": "IQ3_S", "o_proj": "IQ3_S"}),
+    "IQ3_XXS": ("IQ3_XXS", {"q_proj": "IQ2_S", "k_proj": "IQ2_S", "o_proj": "IQ3_S"}),
+    "IQ3_S": ("IQ3_S", {}),
+    "IQ3_M": ("IQ3_S", {"v_proj": "Q4_K", "o_proj": "Q4_K"}),
+    "IQ4_XS": ("IQ4_XS", {}),
+}
+EMBEDDINGS = {  # an embedding that is the head, too: as --output-tensor-type says; unless given Q5_K or Q6_K
+    "IQ2_XXS": ("IQ3_S",),
+    "IQ2_M": ("IQ3_S",),
+    "IQ3_XXS": ("IQ4_XS",),
+    "IQ3_S": ("IQ4_XS",),
+    "IQ3_M": ("Q6_K",),
+    "IQ4_XS": ("IQ4_XS", "Q6_K"),
+}
+SCHEMES = ((2, 64), (2, 32), (3, 64), (3, 32), (4, 64))  # hqq's bits and groups: 2.5, 3.0, ... 4.5 bits a weight
+TUNED = ((3, 64), (2, 64), (4, 64))  # auto-round's
+AUTO_BITS = (4.375,)  # modelopt's, which leave out scales: 4.5 bits a weight with them and the embedding
+EMBEDDING = (4, 64)  # hqq's, where a rival leaves the embedding as it is
+
+
+@dataclass(frozen=True)
+class Made:
+    """A model's matrices as a rival or a plan of ours leaves them, in how many bits altogether; what else is known."""
+
+    nbits: float
+    weights: Mapping[str, Tensor]
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+Rival = tuple[str, Callable[[], Made]]  # its label, and what makes it
 
 
 def main() -> None:
@@ -45,35 +86,55 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     found: dict[str, Any] = read_json(options.result) if options.result.exists() else {"benchmark": "kinds", "rows": {}}
     found |= {"command": harness.command(), "model": options.model.name, "machine": harness.machine("cpu")}
-    found |= {"commit": harness.commit(), "versions": harness.versions()}
-    found["settings"] = {"text": options.text.name, "other": options.other.name, "calibration_share": CALIBRATION_SHARE}
-    found["settings"] |= {"context": CONTEXT, "windows": options.windows, "held_out_windows": options.held_out}
+    found |= {"commit": harness.commit(), "versions": found.get("versions", {}) | harness.versions()}
+    named = ("windows", "held_out", "formats")
+    found["settings"] = {name: getattr(options, name) for name in named}
+    found["settings"] |= {"text": options.text.name, "other": options.other.name, "context": CONTEXT}
+    found["settings"] |= {"calibration_share": CALIBRATION_SHARE}
     text = read_text(options.text)
     given = text[: int(len(text) * CALIBRATION_SHARE)]
     lm = load_causal_lm(options.model)
     meter, kinds = meter_of(options, lm, {"same": text[len(given) :], "other": read_text(options.other)})
-    texts: dict[str, Text] = {"given": given, "both": {"given": given, "self": None}, "self": {"self": None}}
+    subject = meter.rounded.subject
+    rows = found["rows"]
 
-    def row(label: str, by: str, make: Callable[[], tuple[int, dict[str, Tensor]]]) -> None:
-        if label in found["rows"]:
+    def row(label: str, by: str, make: Callable[[], Made]) -> None:
+        if label in rows:
             return
-        nbytes, weights = make()
-        kl = kl_by_kind(meter.watch(list, label, meter.rounded.subject.replaced_by(weights.get)), kinds)
-        found["rows"][label] = {"by": by, "tensor_bytes": nbytes, "kl": kl}
-        found["comparison"] = comparison(found["rows"])
+        began = time.process_time()
+        made = make()
+        spent = time.process_time() - began
+        quality = meter.watch(list, label, subject.replaced_by(made.weights.get))
+        rows[label] = {"by": by, "tensor_bytes": math.ceil(made.nbits / 8), "bits": made.nbits / numbers(subject)}
+        rows[label] |= {"cpu_seconds": round(spent, 1), "kl": {}, "kl_error": {}, **made.facts}
+        for kind in dict.fromkeys(kinds):
+            pairs = zip(kinds, quality.samples["kl"], quality.samples["tokens"], strict=True)
+            sums, tokens = zip(*((kl, count) for name, kl, count in pairs if name == kind), strict=True)
+            estimate = clustered_mean(sums, [int(count) for count in tokens])
+            rows[label]["kl"][kind], rows[label]["kl_error"][kind] = estimate.mean, estimate.standard_error
+        found["comparison"] = comparison(rows)
         harness.save("kinds", found, options.result)
-        print(label, nbytes, kl, flush=True)
+        print(label, {**rows[label], "choice": None}, flush=True)
 
-    plan = read_json(options.plan)["rows"][options.row]["choice"]
-    choices = {options.row: {f"{group}.weight": fmt for group, fmt in plan.items()}}
-    choices[options.format] = dict.fromkeys(meter.rounded.subject.sites, options.format)
     if options.ggml:
-        for kind in TYPES:
-            row(kind, "llama.cpp", partial(theirs, options, given, kind))
-    for name, content in texts.items():
-        for label, choice in choices.items():
-            by = "plan" if label == options.row else "uniform"
-            row(f"{label}, {name}", by, partial(rounded, options, name, content, choice))
+        encoders = TheirEncoders(options.ggml, subject, squares_of_inputs(options, given))
+        for kind in options.types:
+            for embedding in EMBEDDINGS[kind]:
+                label = f"{kind}, embedding {embedding}"
+                row(label, "llama.cpp", partial(encoders.file, kind, embedding))
+    for rival in options.rivals:
+        for label, make in RIVALS[rival](options, subject, lm, given):
+            row(label, rival, make)
+    texts: dict[str, Text] = {"given": given, "both": {"given": given, "self": None}, "self": {"self": None}}
+    for name in options.texts:
+        labels = [f"searched, {bits:g} bits, {', '.join([name, *options.note])}" for bits in options.bits]
+        if any(label not in rows for label in labels):
+            search_all(options, texts[name], name, dict(zip(labels, options.bits, strict=True)), row)
+
+
+def numbers(subject: SearchSubject) -> int:
+    """How many numbers all matrices have."""
+    return sum(math.prod(site.shape) for site in subject.sites.values())
 
 
 def meter_of(options: argparse.Namespace, lm: Any, texts: Mapping[str, str]) -> tuple[PlanMeter, list[str]]:
@@ -88,79 +149,251 @@ def meter_of(options: argparse.Namespace, lm: Any, texts: Mapping[str, str]) -> 
     return PlanMeter(rounded, every, unscored=max(1, len(lm.prefix)), kept_bytes=4 << 30), kinds
 
 
-def statistics_of(options: argparse.Namespace, name: str, text: Text) -> InputStatistics:
-    """What `quantize --text` gathers; it stays in the folder for files on the way."""
+# ---- searched plans --------------------------------------------------------------------------------------------------
+
+
+def searcher_of(options: argparse.Namespace, text: Text, name: str) -> Searcher:
+    """A search as `bitplan search` begins it; its evidence stays in a folder for files on the way."""
+    subject, cut = prepare(options.model, None, text, (), windows=options.windows)
+    target = target_of("bitplan")
+    subject.aim_at(target)
     folder = options.work / name
-    if not folder.exists():
-        part = options.work / f"part-{name}"
-        part.mkdir(parents=True, exist_ok=True)
-        gather_evidence(options.model, text, part, windows=options.windows)
-        part.rename(folder)
-    return InputStatistics.load(folder, {})
+    folder.mkdir(parents=True, exist_ok=True)
+    return Searcher(subject, cut, candidates(target, options.formats, min(options.bits)), folder)
 
 
-def rounded(
-    options: argparse.Namespace, name: str, text: Text, choice: Mapping[str, str]
-) -> tuple[int, dict[str, Tensor]]:
-    """Weights in formats, rounded by the statistics of a text."""
-    weights = RoundedWeights(open_subject(options.model, None), statistics_of(options, name, text))
-    weights.round_all(choice.items(), lambda _name, _fmt: None)
-    nbytes = sum(weights.encoded(name, fmt).nbytes for name, fmt in choice.items())
-    return nbytes, {name: weights.decoded(name, fmt) for name, fmt in choice.items()}
+def search_all(options: argparse.Namespace, text: Text, name: str, labels: Mapping[str, float], row: Any) -> None:
+    """A plan of each size, by evidence that is gathered once."""
+    searcher = searcher_of(options, text, name)
+    began = time.process_time()
+    evidence, meter = searcher.collect(Goal(bits=3.5))
+    print(f"evidence of {name}: {time.process_time() - began:.0f} CPU s", flush=True)
+    for label, bits in labels.items():
+        is_corrected = options.correct is None or bits in options.correct
+        row(label, "searched", partial(searched, searcher, evidence, meter, bits, is_corrected=is_corrected))
 
 
-def theirs(options: argparse.Namespace, text: str, kind: str) -> tuple[int, dict[str, Tensor]]:
-    """A type of llama-quantize: its mixture for a llama without much grouping, its encoders, an importance matrix."""
-    quantize = ctypes.CDLL(str(options.ggml)).ggml_quantize_chunk
-    quantize.restype = ctypes.c_size_t
-    quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-    subject, weights, nbytes = open_subject(options.model, None), {}, 0
-    layers = len(subject.runner.blocks)
-    statistics = statistics_of(options, "given", text)
+def searched(
+    searcher: Searcher, evidence: SearchEvidence, meter: PlanMeter, bits: float, *, is_corrected: bool
+) -> Made:
+    """The plan of a size with its rounding; corrected by measurements on the text of the search, or by those before."""
+    goal, corrections = Goal(bits=bits), 0
+    if is_corrected:
+        solution, corrections, _ = solve_and_correct(evidence, goal, meter)
+    else:
+        solution = solve(evidence, goal)
+    formats = {
+        weight: fmt
+        for group, fmt in solution.choice.items()
+        for tensor in evidence.groups[group].tensors
+        for weight in searcher.subject.tensors[tensor].weights
+    }
+    meter.rounded.round_all(formats.items(), lambda _name, _fmt: None)
+    weights = {weight: meter.rounded.decoded(weight, fmt) for weight, fmt in formats.items()}
+    nbytes = sum(meter.rounded.encoded(weight, fmt).nbytes for weight, fmt in formats.items())
+    predicted = evidence.predict(solution.choice)
+    facts = {
+        "predicted": predicted,
+        "corrected": is_corrected,
+        "corrections": corrections,
+        "choice": dict(solution.choice),
+    }
+    return Made(8 * nbytes, weights, facts)
+
+
+# ---- llama.cpp -------------------------------------------------------------------------------------------------------
+
+
+def squares_of_inputs(options: argparse.Namespace, text: str) -> Mapping[str, Tensor]:
+    """What llama-imatrix gathers: the mean square of each column of a layer's inputs on the given text."""
+    folder = options.work / "given"
+    if not (folder / STATISTICS).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        gather_evidence(options.model, text, folder, windows=options.windows)
+    statistics = InputStatistics.load(folder, {})
+    subject = open_subject(options.model, None)
+    found = {}
     for name in subject.sites:
-        weight = np.ascontiguousarray(subject.weight(name).float().numpy())
-        ggml = gguf.GGMLQuantizationType[type_of(kind, name, layers)]
-        importance = None
-        if ".layers." in name:
-            hessian = statistics.hessian(name)
-            assert hessian is not None
-            importance = np.ascontiguousarray((hessian.diagonal() / statistics.tokens).float().numpy())
-        block, size = gguf.GGML_QUANT_SIZES[ggml]
-        data = np.empty((weight.shape[0], weight.shape[1] // block * size), np.uint8)
-        at = None if importance is None else importance.ctypes.data
-        shape = (0, *weight.shape)
-        written = quantize(int(ggml), weight.ctypes.data, data.ctypes.data, *shape, at)
-        if written != data.nbytes:
-            raise SystemExit(f"{kind}: {name}: the library wrote {written} bytes, not {data.nbytes}")
-        nbytes += written
-        weights[name] = torch.from_numpy(np.array(gguf.quants.dequantize(data, ggml)))
-    return nbytes, weights
+        hessian = statistics.hessian(name) if ".layers." in name else None
+        if hessian is not None:
+            found[name] = (hessian.diagonal() / statistics.tokens).float()
+    return found
 
 
-def type_of(kind: str, name: str, layers: int) -> str:
-    """What llama-quantize gives a tensor of a llama whose embedding is its head, given an importance matrix."""
-    if ".layers." not in name:
-        return "Q6_K"
-    layer, part = int(name.split(".layers.")[1].split(".")[0]), name.split(".")[-2]
-    if kind == "Q3_K_M":
-        if part == "v_proj":
-            return "Q5_K" if layer < 2 else "Q4_K"
-        return "Q4_K" if part in ("down_proj", "o_proj") else "Q3_K"
-    eighth = layers // 8
-    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
-    return "Q6_K" if kind in PLAIN and more and part in ("v_proj", "down_proj") else PLAIN.get(kind, kind)
+@dataclass
+class TheirEncoders:
+    """ggml's encoders with an importance matrix; a matrix is encoded once for a type."""
+
+    library: Path
+    subject: SearchSubject
+    squares: Mapping[str, Tensor]
+    _encoded: dict[tuple[str, str], tuple[int, Tensor]] = field(default_factory=dict)
+
+    def file(self, kind: str, embedding: str) -> Made:
+        """A type of llama-quantize as a whole."""
+        usual, others = TYPES[kind]
+        weights, nbytes = {}, 0
+        for name in self.subject.sites:
+            ggml = others.get(name.split(".")[-2], usual) if ".layers." in name else embedding
+            written, weights[name] = self._encode(name, ggml)
+            nbytes += written
+        return Made(8 * nbytes, weights)
+
+    def _encode(self, name: str, kind: str) -> tuple[int, Tensor]:
+        if (name, kind) not in self._encoded:
+            ggml, library = gguf.GGMLQuantizationType[kind], ctypes.CDLL(str(self.library))
+            library.ggml_quantize_init(int(ggml))
+            quantize = library.ggml_quantize_chunk
+            quantize.restype = ctypes.c_size_t
+            quantize.argtypes = [ctypes.c_int, *[ctypes.c_void_p] * 2, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+            weight = np.ascontiguousarray(self.subject.weight(name).float().numpy())
+            squares = self.squares.get(name, torch.ones(weight.shape[1]))
+            importance = np.ascontiguousarray(squares.numpy())
+            block, size = gguf.GGML_QUANT_SIZES[ggml]
+            data = np.empty((weight.shape[0], weight.shape[1] // block * size), np.uint8)
+            shape = (0, *weight.shape)
+            written = quantize(int(ggml), weight.ctypes.data, data.ctypes.data, *shape, importance.ctypes.data)
+            if written != data.nbytes:
+                raise SystemExit(f"{kind}: {name}: the library wrote {written} bytes, not {data.nbytes}")
+            self._encoded[name, kind] = written, torch.from_numpy(np.array(gguf.quants.dequantize(data, ggml)))
+        return self._encoded[name, kind]
+
+
+# ---- other libraries -------------------------------------------------------------------------------------------------
+
+
+def by_hqq(weight: Tensor, bits: int, group: int) -> tuple[float, Tensor]:
+    """hqq's Quantizer: bits with a scale and a zero point in float16 for each group, as packed without gaps."""
+    from hqq.core.quantize import Quantizer  # type: ignore[import-not-found]
+
+    codes, meta = Quantizer.quantize(
+        weight, nbits=bits, group_size=group, axis=1, device="cpu", compute_dtype=torch.float32, bitpack=False
+    )
+    scale, zero = (meta[name].half().float() for name in ("scale", "zero"))
+    return weight.numel() * (bits + 32 / group), ((codes - zero) * scale).reshape(weight.shape)
+
+
+def with_hqq(
+    subject: SearchSubject,
+    bits: int,
+    group: int,
+    embedding: tuple[int, int],
+    layers: Mapping[str, Tensor] | None = None,
+) -> Made:
+    """All matrices by hqq, or those that `layers` lacks."""
+    weights, nbits = dict(layers or {}), 0.0
+    for name in subject.sites:
+        if name in weights:
+            continue
+        scheme = (bits, group) if ".layers." in name else embedding
+        size, weights[name] = by_hqq(subject.weight(name).float(), *scheme)
+        nbits += size
+    return Made(nbits, weights)
+
+
+def hqq(_options: argparse.Namespace, subject: SearchSubject, _lm: CausalLM, _text: str) -> Iterator[Rival]:
+    for bits, group in SCHEMES:
+        yield f"hqq, {bits} bits in groups of {group}", partial(with_hqq, subject, bits, group, (bits, group))
+
+
+def calibration_of(options: argparse.Namespace, lm: CausalLM, text: str) -> list[Tensor]:
+    windows = lm.windows(text, CONTEXT)[:-1]
+    return [window[None] for window in spread_windows(windows, options.samples * CONTEXT)]
+
+
+def auto_round(options: argparse.Namespace, subject: SearchSubject, lm: CausalLM, text: str) -> Iterator[Rival]:
+    """Layers tuned by auto-round, asymmetric; it leaves an embedding as it is, so hqq rounds that."""
+
+    def tuned(bits: int, group: int) -> Made:
+        from auto_round import AutoRound  # type: ignore[import-not-found]
+
+        windows = calibration_of(options, lm, text)
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        tuning = AutoRound(
+            model,
+            lm.tokenizer,
+            scheme=f"W{bits}A16",
+            bits=bits,
+            group_size=group,
+            sym=False,
+            dataset=[{"input_ids": window, "attention_mask": torch.ones_like(window)} for window in windows],
+            iters=options.iterations,
+            seqlen=CONTEXT,
+            nsamples=len(windows),
+            batch_size=options.batch,
+            amp=False,
+            enable_torch_compile=False,
+            device_map="cpu",
+        )
+        rounded, _ = tuning.quantize()
+        state = {name: each.detach().float() for name, each in rounded.state_dict().items()}
+        layers = {name: state[name] for name in subject.sites if ".layers." in name}
+        made = with_hqq(subject, bits, group, EMBEDDING, layers)
+        nbits = sum(each.numel() for each in layers.values()) * (bits + (16 + bits) / group)
+        facts = {"windows": len(windows), "iterations": options.iterations, "batch": options.batch}
+        return Made(made.nbits + nbits, made.weights, facts)
+
+    for bits, group in TUNED:
+        yield f"auto-round, {bits} bits in groups of {group}, embedding by hqq", partial(tuned, bits, group)
+
+
+def modelopt(options: argparse.Namespace, subject: SearchSubject, lm: CausalLM, text: str) -> Iterator[Rival]:
+    """Layers by nvidia-modelopt's auto_quantize among AWQ's int4 and int8, which it runs on a CPU."""
+
+    def chosen(bits: float) -> Made:
+        import modelopt.torch.quantization as mtq  # type: ignore[import-not-found]
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+        windows = calibration_of(options, lm, text)
+        model, _ = mtq.auto_quantize(
+            model,
+            constraints={"effective_bits": bits},
+            quantization_formats=[mtq.INT4_AWQ_CFG, mtq.INT8_WEIGHT_ONLY_CFG],
+            data_loader=windows,
+            forward_step=lambda model, ids: model(input_ids=ids, labels=ids),
+            loss_func=lambda output, _ids: output.loss,
+            disabled_layers=["*lm_head*"],
+            num_calib_steps=len(windows),
+            num_score_steps=len(windows),
+        )
+        layers, nbits = {}, 0.0
+        for name in subject.sites:
+            if ".layers." in name:
+                layer = model.get_submodule(name.removesuffix(".weight"))
+                with torch.no_grad():  # scales of AWQ's inputs, too
+                    layers[name] = layer(torch.eye(layer.in_features)).T.contiguous()
+                quantizer = layer.weight_quantizer
+                width = 16 if not quantizer.is_enabled else 8 if quantizer.num_bits == 8 else 4 + 16 / 128
+                nbits += layers[name].numel() * width
+        made = with_hqq(subject, *EMBEDDING, EMBEDDING, layers)
+        return Made(made.nbits + nbits, made.weights, {"windows": len(windows)})
+
+    for bits in AUTO_BITS:
+        yield f"modelopt, {bits} effective bits, embedding by hqq", partial(chosen, bits)
+
+
+RIVALS: dict[str, Callable[[argparse.Namespace, SearchSubject, CausalLM, str], Iterator[Rival]]] = {
+    "hqq": hqq,
+    "auto-round": auto_round,
+    "modelopt": modelopt,
+}
+
+
+# ---- figures ---------------------------------------------------------------------------------------------------------
 
 
 def comparison(rows: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The plan of ours, rounded by each text, beside the best of llama.cpp's in its bytes, for both kinds."""
+    """Searched plans beside the best of each rival in their bytes, for both kinds of text."""
     lines = []
+    rivals = dict.fromkeys(row["by"] for row in rows.values() if row["by"] != "searched")
     for label, row in rows.items():
-        if row["by"] == "plan":
-            line: dict[str, Any] = {"plan": label, "mb": row["tensor_bytes"] / 1e6}
+        if row["by"] == "searched":
+            line: dict[str, Any] = {"plan": label, "bytes": row["tensor_bytes"], "bits": row["bits"]}
             for kind, kl in row["kl"].items():
                 of_kind = {name: {**other, "kl": other["kl"][kind]} for name, other in rows.items()}
-                best = kl_at(of_kind, "llama.cpp", row["tensor_bytes"])
-                line |= {f"kl_{kind}": kl, f"llama.cpp_{kind}": best, f"of_{kind}": None if best is None else kl / best}
+                best = {by: kl_at(of_kind, by, row["tensor_bytes"]) for by in rivals}
+                least = min((other for other in best.values() if other is not None), default=None)
+                line[kind] = {"kl": kl, "rivals": best, "of_best": None if least is None else kl / least}
             lines.append(line)
     return lines
 
@@ -172,14 +405,19 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--other", type=Path, required=True, help="text of another kind")
     parser.add_argument("--work", type=Path, required=True, help="a folder for files on the way")
     parser.add_argument("--ggml", type=Path, help="a shared library with ggml_quantize_chunk")
-    parser.add_argument("--format", default="int4_g32")
-    parser.add_argument(
-        "--plan", type=Path, default=harness.RESULTS / "search_gguf_lm26m.json", help="a result with plans"
-    )
-    parser.add_argument("--row", default="searched, 4.5 bits", help="which of its plans")
-    parser.add_argument("--windows", type=int, default=GATHERED_WINDOWS, help="windows of the given text")
-    parser.add_argument("--held-out", type=int, default=20, help="windows of each kind")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--types", nargs="*", default=list(EMBEDDINGS), help="llama.cpp's types")
+    parser.add_argument("--rivals", nargs="*", default=[], choices=list(RIVALS), help="libraries on the Python path")
+    parser.add_argument("--texts", nargs="*", default=["given"], choices=["given", "both", "self"])
+    parser.add_argument("--bits", nargs="*", type=float, default=list(BITS), help="sizes of searched plans")
+    parser.add_argument("--correct", nargs="*", type=float, help="sizes whose plans are measured and corrected; all")
+    parser.add_argument("--formats", nargs="*", help="candidates of the search, unless all")
+    parser.add_argument("--note", nargs="*", default=[], help="added to labels of searched plans")
+    parser.add_argument("--windows", type=int, default=32, help="windows of the given text")
+    parser.add_argument("--held-out", type=int, default=12, help="windows of each kind")
+    parser.add_argument("--iterations", type=int, default=50, help="of auto-round, for each block")
+    parser.add_argument("--batch", type=int, default=2, help="windows of auto-round's steps")
+    parser.add_argument("--samples", type=int, default=32, help="windows that auto-round and modelopt calibrate with")
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--result", type=Path)
     options = parser.parse_args()
     options.result = options.result or harness.RESULTS / f"kinds_{options.model.name}.json"
