@@ -162,16 +162,21 @@ def _effective(model: Weights) -> _Effective:
         weights[named.name] = weight
         first_names.setdefault((id(named.parameter), weight.format), named.name)
     for name, module in encoded_modules_of(model).items():  # weights that a plan packed
-        weights[name] = _weight(name, module.encoded)
+        weights[name] = _weight(name, module.encoded, transposed=module.transposed)
         first_names.setdefault((id(module), weights[name].format), name)
     buffers = frozenset(name for name, _ in model.named_buffers(remove_duplicate=False))
     return _Effective(weights, frozenset(first_names.values()), buffers, is_model=True)
 
 
-def _weight(name: str, value: Tensor | Encoded) -> ReadableTensor:
+def _weight(name: str, value: Tensor | Encoded, *, transposed: bool = False) -> ReadableTensor:
     fmt = value.fmt.name if isinstance(value, Encoded) else None
-    read = functools.partial(decode, value) if isinstance(value, Encoded) else value.detach
-    return ReadableTensor(name, tuple(value.shape), "float32", format=fmt, pieces=functools.partial(_once, read))
+    shape = (*value.shape[:-2], value.shape[-1], value.shape[-2]) if transposed else tuple(value.shape)
+
+    def read() -> Tensor:
+        numbers = decode(value) if isinstance(value, Encoded) else value.detach()
+        return numbers.mT if transposed else numbers
+
+    return ReadableTensor(name, shape, "float32", format=fmt, pieces=functools.partial(_once, read))
 
 
 def _once(read: Callable[[], Tensor]) -> Iterator[Tensor]:

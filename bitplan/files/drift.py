@@ -31,7 +31,6 @@ from bitplan.base.logs import JsonLog
 from bitplan.base.records import parse_json, read_bytes
 from bitplan.files.models.morph import formats_of, stores_of
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import transposed_in
 from bitplan.files.packed_rows import PackedTensor, packed_pair, packed_tensor, scales_name
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import TensorFile
@@ -188,15 +187,13 @@ def drift_files(master: str | Path, packed: str | Path, *, step: int = 0, on_byt
     rows: list[DriftRow] = []
     findings: list[str] = []
     with open_tensors(master) as one, open_tensors(packed) as two:
-        turned = transposed_in(one)
-        for tensor, name, differs in _packed(two, findings):
+        for tensor, name, transposed in _packed(two, findings):
             spec = one.specs.get(one.tied.get(name, name))
-            transposed = differs != (name in turned)  # both may lie as their transpose
             shape = (*tensor.shape[:-2], *tensor.shape[:-3:-1]) if transposed else tensor.shape
             if spec is None:
                 findings.append(f"{tensor.name}: in {packed}, but {name!r} is not in {master}")
-            elif spec.shape != shape:
-                findings.append(f"{tensor.name}: {name!r} must be {shape} in {master}, got {spec.shape}")
+            elif spec.shape_in_model != shape:
+                findings.append(f"{tensor.name}: {name!r} must be {shape} in {master}, got {spec.shape_in_model}")
             elif not spec.torch_dtype.is_floating_point:
                 findings.append(f"{tensor.name}: {name!r} must be floats in {master}, got {spec.format}")
             else:
@@ -228,7 +225,8 @@ class _Master:
     def __init__(self, file: TensorFile, name: str, steps: int, transposed: bool) -> None:
         spec = file.spec(name)
         self._file, self._name, self._steps, self._transposed = file, name, steps, transposed
-        self._by_rows = isinstance(file, NativeTensors) and not spec.encoded and spec.shape[:1] == (steps,)
+        has_rows = spec.shape[:1] == (steps,) and not (transposed and len(spec.shape) == 2)
+        self._by_rows = isinstance(file, NativeTensors) and not spec.encoded and has_rows
         self._whole: Tensor | None = None
 
     def read(self, start: int, stop: int) -> Tensor:
@@ -245,12 +243,11 @@ class _Master:
 
 def _packed(file: TensorFile, findings: list[str]) -> Iterator[tuple[PackedTensor, str, bool]]:
     """Every packed tensor that is not empty, the name of its master, and whether it is the transpose of the model's."""
-    turned = transposed_in(file)
     for name, spec in file.specs.items():
         if not math.prod(spec.shape):
             continue
         if spec.encoded:
-            yield packed_tensor(file, name), name, name in turned
+            yield packed_tensor(file, name), name, spec.transposed
         elif spec.format == "uint8" and name.endswith(("_blocks", ".blocks")):
             scales = scales_name(name)
             if scales in file.specs:

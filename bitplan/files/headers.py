@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bitplan.base.errors import FormatError, MeasureError, counted
 from bitplan.base.records import check_input
 from bitplan.files.open_files import container_for
-from bitplan.files.packed_folder import plan_with_shapes, shapes_of_transposed
+from bitplan.files.packed_folder import plan_with_shapes
 from bitplan.files.safetensors import INDEX_SUFFIX
 from bitplan.formats import get_format
 from bitplan.plan.format_choices import GGUF_SUBSTITUTES, Substitutes, Wanted, choose_formats
@@ -48,21 +48,21 @@ def plan_for_file(
     output: str | Path | None = None,
     substitutes: Substitutes | None = None,
     how_to_fill: str | Mapping[str, object] | None = MappingProxyType({"pad": "zero"}),
-    packs_folder: bool = False,
+    packed_shapes: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Plan:
     """The plan of `choose_formats` for a file that is to be written as `output`; rows that do not fit are refused.
 
     substitutes   what an engine holds in place of a format that does not fit
-    packs_folder  for a packed folder: experts that lie transposed in the model's file have their rows' shape there,
-                  in a plan that is given, too; those that are not packed keep the file's
+    packed_shapes  of tensors that lie transposed in the model's file: the shapes that they have where they are packed,
+                   in a plan that is given, too; those that are not packed have the model's
     """
     ShellPatterns((*keep, *only)).check(file.specs, str(file.path))  # a tied name follows its tensor's
     gguf = output is not None and is_gguf(output)
-    others = shapes_of_transposed(file) if packs_folder else {}
     if isinstance(formats, Plan):
-        formats = plan_with_shapes(formats, others, others)
+        formats = plan_with_shapes(formats, packed_shapes, packed_shapes)
     tensors = {name: file.spec(name) for name in (*file.specs, *file.tied)}
-    tensors |= {name: replace(tensors[name], shape=shape) for name, shape in others.items()}
+    shapes = {name: spec.shape_in_model for name, spec in tensors.items() if spec.transposed} | {**packed_shapes}
+    tensors |= {name: replace(tensors[name], shape=shape) for name, shape in shapes.items()}
     plan = choose_formats(
         tensors,
         formats,
@@ -75,8 +75,11 @@ def plan_for_file(
     )
     if gguf:
         plan = _wide_norms(plan)
-    _check_rows(file, plan, how_to_fill, substitutes or GGUF_SUBSTITUTES, others)
-    plain = {name: file.specs[name].shape for name in others if not is_packed_by(plan, name)}
+    _check_rows(file, plan, how_to_fill, substitutes or GGUF_SUBSTITUTES, shapes)
+    left = {name: file.spec(name) for name in shapes if not is_packed_by(plan, name)}
+    plain = {
+        name: spec.shape_in_model if plan.entries[name].stored is None else spec.shape for name, spec in left.items()
+    }
     return plan_with_shapes(plan, plain, plain)
 
 

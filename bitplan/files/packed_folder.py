@@ -56,7 +56,7 @@ from bitplan.plan.format_choices import multiplied_names
 from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import PACKED_PLAN, Plan
-from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
+from bitplan.plan.structure.families import has_no_packed_layer, is_packed_transposed
 
 log = logging.getLogger("bitplan")
 CONFIG = "config.json"
@@ -291,52 +291,36 @@ def _is_of(folder: Path, path: Path) -> bool:
 
 def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     """Matrices that no packed layer can hold: a folder in which they are packed could not be loaded."""
-    listed = list(names)
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]  # a model may consist of others
-    kinds = {kind for part in parts if isinstance(kind := part.get("model_type"), str)}
+    listed, kinds = list(names), _kinds(config)
     owners = {name.removesuffix(_ATTENTION) for name in listed if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
     return [name for name in listed if name in attention or has_no_packed_layer(name, kinds)]
 
 
-def packed_shapes(file: TensorFile, config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Tensors that lie transposed in a model's file, and their shapes in a packed folder, where rows are outputs."""
-    shapes = {name: file.specs[name].shape for name in _transposed_experts(file, config, packed=False)}
-    return {name: (shape[0], shape[2], shape[1]) for name, shape in shapes.items()}
+def _kinds(config: Mapping[str, Any]) -> set[str]:
+    """The types of a model and of those that it consists of."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return {kind for part in parts if isinstance(kind := part.get("model_type"), str)}
 
 
-def shapes_of_transposed(file: TensorFile) -> dict[str, tuple[int, ...]]:
-    """Give the transposed tensors' shapes for a file of any kind: none where it is no model's folder."""
-    return packed_shapes(file, read_config(file.folder)) if is_model_folder(file.folder) else {}
+def transposed_by_names(file: TensorFile) -> list[str]:
+    """Tensors that lie transposed in a model's folder, as the table of families has it; none in other files."""
+    kinds = _kinds(read_config(file.folder)) if is_model_folder(file.folder) else set[str]()
+    return [
+        name for name, spec in file.specs.items() if len(spec.shape) in (2, 3) and is_packed_transposed(name, kinds)
+    ]
+
+
+def packed_shapes(file: TensorFile, transposed: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """The shapes that these tensors have where they are packed: rows are outputs there."""
+    shapes = {name: file.specs[name].shape_in_model for name in transposed}
+    return {name: (*shape[:-2], shape[-1], shape[-2]) for name, shape in shapes.items()}
 
 
 def plan_with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:
     """Copy a plan with other shapes for some of its tensors."""
     changed = {name: replace(plan.entries[name], shape=shapes[name]) for name in names if name in plan.entries}
     return Plan({**plan.entries, **changed}, padding=plan.padding) if changed else plan
-
-
-def packed_experts(file: TensorFile, config: Mapping[str, Any]) -> list[str]:
-    """Packed tensors whose rows are outputs, and which the model has transposed."""
-    return _transposed_experts(file, config, packed=True)
-
-
-def transposed_in(file: TensorFile) -> frozenset[str]:
-    """Tensors that lie in a packed folder as the transpose of the model's; none in files of other kinds."""
-    folder = file.path if file.path.is_dir() else file.path.parent
-    config = read_config(folder) if isinstance(file, NativeTensors) and is_model_folder(folder) else {}
-    return frozenset(packed_experts(file, config) if is_packed_config(config) else ())
-
-
-def _transposed_experts(file: TensorFile, config: Mapping[str, Any], *, packed: bool) -> list[str]:
-    kind = config.get("model_type")
-    return [
-        name
-        for name, spec in file.specs.items()
-        if is_packed_turned(name, kind if isinstance(kind, str) else "")
-        and len(spec.shape) == 3
-        and packed == (spec.encoded and not get_format(spec.format).is_cast)
-    ]
 
 
 # ---- shards ----------------------------------------------------------------------------------------------------------

@@ -31,16 +31,17 @@ from bitplan.files.packed_folder import (
     is_model_folder,
     is_packed_config,
     packed_config,
+    packed_shapes,
     read_config,
-    shapes_of_transposed,
     side_files,
+    transposed_by_names,
     without_packed_layer,
     write_packed_folder,
 )
 from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, evidence_for, open_evidence
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
-from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
+from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer
 from bitplan.formats import get_format
 from bitplan.formats.elements import wider_types
 from bitplan.formats.format import Format
@@ -56,6 +57,7 @@ from bitplan.plan.structure.families import split_expert
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from bitplan.files.tensor_recipes import FolderModel
     from bitplan.formats import Encoded
     from bitplan.formats.codec import NonFinite
     from bitplan.formats.quantization_error import ErrorReport
@@ -263,6 +265,12 @@ class Quantization(Closing):
             else:
                 container.check_output(output, inputs=read, force=force)
                 container.check_source(file, self._output)
+            is_model = container is None and is_model_folder(file.folder)
+            described = _described(file) if is_model else None
+            transposed = [] if container is not None and not container.holds_transposed else transposed_by_names(file)
+            if described is not None and (seen := described.transposed(file)) is not None:
+                transposed = [name for name in transposed if len(file.specs[name].shape) > 2] + seen
+            self._packed_shapes = packed_shapes(file, transposed)
             plan = plan_for_file(
                 file,
                 _fitted(fmt, file),
@@ -270,9 +278,8 @@ class Quantization(Closing):
                 only=only,
                 pad=pad is not None,
                 output=output,
-                packs_folder=container is None,
+                packed_shapes=self._packed_shapes,
             )
-            is_model = container is None and is_model_folder(file.folder)
             if is_model:
                 plan = self._runnable(plan)
             self.report.notes += _packed_before(file, plan)
@@ -286,11 +293,12 @@ class Quantization(Closing):
                 )
             plan.require_whole(str(source), rounds_inputs=True)
             self.plan = plan
-            shapes = shapes_of_transposed(file) if container is None else {}
-            self._transposed = {name: shape for name, shape in shapes.items() if is_packed_by(plan, name)}
             self._contents = self._folder_contents() if container is None else None
-            if is_model:
-                self.report.notes += _check_whole(file)
+            if container is not None:
+                _require_held(self._outputs(list(file.specs)), container, output)
+            if described is not None:
+                _require_whole(file, described)
+                self.report.notes += described.notes
             opened.pop_all()
 
     @property
@@ -323,7 +331,7 @@ class Quantization(Closing):
             require_scale(rounded, f"{self.report.source}: {name}")
         with ExitStack() as opened:
             self._on_tensor = on_tensor
-            how = Conversion(self.plan.pad, scale_rule, nonfinite, frozenset(self._transposed))
+            how = Conversion(self.plan.pad, scale_rule, nonfinite, frozenset(filter(self._is_turned, self._file.specs)))
             self._encoder = TensorEncoder(self._file, how, evidence, opened)
             if self._encoder.evidence is not None:
                 packed = (name for name in self._file.specs if not get_format(self.plan[name].format).is_cast)
@@ -411,7 +419,7 @@ class Quantization(Closing):
                 entry = replace(stored.entries[name], role=changed[name].role)
                 changed[name] = _with_reason(entry, "no packed layer holds it, so it stays")
             self.report.notes.append(
-                f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (transposed matrices, "
+                f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (experts of other gating, "
                 "nn.MultiheadAttention, weights that a model's code reads itself): "
                 f"{listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
@@ -434,16 +442,22 @@ class Quantization(Closing):
 
     # ---- tensors -----------------------------------------------------------------------------------------------------
 
+    def _is_turned(self, name: str) -> bool:
+        """Whether a tensor is packed here as the transpose of the model's."""
+        return name in self._packed_shapes and is_packed_by(self.plan, name)
+
     def _outputs(self, names: Sequence[str]) -> list[TensorSpec]:
         outputs = []
         for name in names:
             spec, entry = self._file.spec(name), self.plan.entries[name]
-            fmt = None if entry.stored is not None else get_format(entry.choice.format)
-            if fmt is not None:
-                self._file.require_numbers(spec)
-            elif spec.encoded:  # a packed tensor that is left alone stays packed
-                fmt = get_format(spec.format)
-            outputs.append(TensorSpec.of(name, self._transposed.get(name, spec.shape), fmt, spec.dtype))
+            if entry.stored is not None:  # a packed tensor that is left alone stays packed
+                fmt = spec.format if spec.encoded else None
+                outputs.append(TensorSpec.of(name, spec.shape, fmt, spec.dtype, transposed=spec.transposed))
+                continue
+            self._file.require_numbers(spec)
+            is_turned = self._is_turned(name)
+            shape = self._packed_shapes[name] if is_turned else spec.shape_in_model
+            outputs.append(TensorSpec.of(name, shape, entry.choice.format, spec.dtype, transposed=is_turned))
         return outputs
 
     def _write_each(self, writer: Writer, outputs: Sequence[TensorSpec]) -> None:
@@ -509,7 +523,8 @@ class TensorEncoder:
         """Whether a job (tensor, format) copies the tensor's bytes: no format is wanted, or it has it already."""
         name, fmt = job
         spec = self._file.spec(name)
-        return fmt is None or (spec.encoded and spec.format == fmt)
+        is_same = spec.encoded and spec.format == fmt and spec.transposed == (name in self._how.transposed)
+        return fmt is None or is_same
 
     def make(self, job: tuple[str, str | None]) -> tuple[Tensor | Encoded, dict[str, Any]]:
         """Encode a job's (name, format), or read it as it is; returns tensor and figures for the report's row."""
@@ -523,7 +538,7 @@ class TensorEncoder:
         fmt, where = get_format(fmt_name), f"{file.path}: {name}"
         numbers = file.read_float(name)
         if name in how.transposed:
-            numbers = numbers.transpose(1, 2).contiguous()
+            numbers = numbers.mT.contiguous()
         figures: dict[str, Any] = {}
         owner = file.tied.get(name, name)
         if fmt.is_cast:
@@ -555,10 +570,26 @@ def _open(source: str | Path, *, is_folder: bool) -> TensorFile:
     return open_model(source, with_tokenizer=True)
 
 
-def _check_whole(file: TensorFile) -> list[str]:
+def _described(file: TensorFile) -> FolderModel:
+    from bitplan.files.tensor_recipes import FolderModel
+
+    return FolderModel.of(file, file.folder)
+
+
+def _require_whole(file: TensorFile, described: FolderModel) -> None:
     from bitplan.files.tensor_recipes import require_whole_model
 
-    return require_whole_model(file, file.folder, ", or give an OUTPUT that ends in .safetensors: it holds any tensors")
+    otherwise = ", or give an OUTPUT that ends in .safetensors: it holds any tensors"
+    require_whole_model(file, described.model, otherwise)
+
+
+def _require_held(outputs: Sequence[TensorSpec], container: Container, output: str | Path) -> None:
+    transposed = [spec.name for spec in outputs if spec.transposed]
+    if transposed and not container.holds_transposed:
+        raise StoreError(
+            f"{output}: {listed(transposed, MOST_NAMES_SHOWN)}: packed as the transpose of the model's, which a "
+            f"{container.suffix} file cannot say; write a folder or a .safetensors file"
+        )
 
 
 def _fitted(fmt: Wanted, file: TensorFile) -> Wanted:

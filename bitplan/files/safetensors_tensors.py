@@ -3,9 +3,9 @@
 A bitplan safetensors file keeps a packed tensor's codes under its own name and its other parts beside it
 (`NAME.scales`, `NAME.base`, `NAME.zero_point`). Codes that would have the shape of the weight have one dimension more,
 of size 1: a program that knows nothing of bitplan then refuses them, and does not take them for numbers. The metadata
-key `bitplan` holds `{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`, and
-`bitplan_crc32` the
-checksums of all tensors, which `bitplan verify` verifies; files of earlier versions have none.
+key `bitplan` holds `{"version": 1, "tensors": {NAME: {"format": F, "shape": [...]}}, "tied": {NAME: NAME}}`, with
+`"transposed": true` at a tensor that is packed as the transpose of the model's, and `bitplan_crc32` the checksums of
+all tensors, which `bitplan verify` verifies; files of earlier versions have none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bitplan.base.documents import NAME, OBJECT, SIZE, Kind, Reader, list_of
+from bitplan.base.documents import FLAG, NAME, OBJECT, SIZE, Kind, Reader, list_of
 from bitplan.base.errors import BitplanError, FileFormatError, StoreError
 from bitplan.base.records import on_failure, parse_json
 from bitplan.files.safetensors import CHECKSUMS, Checkpoint, SafetensorsFile, open_checkpoint, write_safetensors
@@ -44,11 +44,11 @@ class NativeTensors(TensorFile):
         self.path = path
         self.checkpoint: Checkpoint = open_checkpoint(path)
         with on_failure(self.close):
-            self.formats: dict[str, tuple[Format, tuple[int, ...]]] = {}
+            self.packed: dict[str, TensorSpec] = {}
             self.tied = {}
             for file in self.checkpoint.files:
-                formats, tied = read_metadata(file)
-                self.formats.update(formats)
+                packed, tied = read_metadata(file)
+                self.packed.update(packed)
                 self.tied.update(tied)
             self._check_ties()
             self.specs = self._list()
@@ -77,11 +77,11 @@ class NativeTensors(TensorFile):
 
     def read(self, name: str) -> Tensor | Encoded:
         name = self.spec(name).name
-        if name not in self.formats:
+        if name not in self.packed:
             return self.checkpoint.read(name)
         from bitplan.formats import Encoded
 
-        fmt, shape = self.formats[name]
+        fmt, shape = get_format(self.packed[name].format), self.packed[name].shape
         parts = {part: self.checkpoint.read(part_name(name, part)) for part in fmt.part_layouts(shape)}
         return Encoded(fmt, shape, **parts)
 
@@ -94,7 +94,8 @@ class NativeTensors(TensorFile):
         return self.checkpoint.files[0].certificate if len(self.checkpoint.files) == 1 else None
 
     def damaged_parts(self, name: str) -> list[str]:
-        parts = self.formats[name][0].part_layouts(self.formats[name][1]) if name in self.formats else ("data",)
+        spec = self.packed.get(name)
+        parts = ("data",) if spec is None else get_format(spec.format).part_layouts(spec.shape)
         return [part for part in parts if self.checkpoint.is_damaged(part_name(name, part))]
 
     def close(self) -> None:
@@ -103,7 +104,8 @@ class NativeTensors(TensorFile):
     def _list(self) -> dict[str, TensorSpec]:
         entries = self.checkpoint.tensors
         hidden: set[str] = set()
-        for name, (fmt, shape) in self.formats.items():
+        for name, spec in self.packed.items():
+            fmt, shape = get_format(spec.format), spec.shape
             for part, (dtype, part_shape) in fmt.part_layouts(shape).items():
                 entry = entries.get(part_name(name, part))
                 if entry is None:
@@ -124,9 +126,8 @@ class NativeTensors(TensorFile):
                     f"{self.path}: {owner!r} lies here as parts of a packed weight, as state_dict() of a model with a "
                     "plan applied has it; load it by load_state_dict into such a model, and write it with save_packed"
                 )
-            if name in self.formats:
-                fmt, shape = self.formats[name]
-                specs[name] = TensorSpec.of(name, shape, fmt)
+            if name in self.packed:
+                specs[name] = self.packed[name]
             elif name not in hidden:
                 specs[name] = entry
         return dict(sorted(specs.items()))
@@ -143,6 +144,7 @@ class Safetensors(Container):
     suffix = ".safetensors"
     file_type = NativeTensors
     holds_ties = True
+    holds_transposed = True
 
     def recognises(self, path: Path, head: bytes) -> bool:
         return True
@@ -154,7 +156,7 @@ class Safetensors(Container):
     def write(
         self, path: Path, tensors: Sequence[TensorSpec], metadata: Mapping[str, Any], tied: Mapping[str, str]
     ) -> Iterator[Writer]:
-        packed = {spec.name: (spec.fmt, spec.shape) for spec in tensors if spec.fmt is not None}
+        packed = [spec for spec in tensors if spec.encoded]
         names = {spec.name for spec in tensors}
         entries = [entry for spec in tensors for entry in _entries(spec, names, path)]
         extra = dict(metadata)
@@ -215,16 +217,20 @@ def part_name(name: str, part: str) -> str:
     return name if part == "data" else f"{name}.{part}"
 
 
-def format_metadata(packed: Mapping[str, tuple[Format, tuple[int, ...]]], tied: Mapping[str, str]) -> str:
+def format_metadata(packed: Sequence[TensorSpec], tied: Mapping[str, str]) -> str:
     """The value of the metadata key `bitplan`, the same bytes for the same content."""
-    tensors = {name: {"format": fmt.name, "shape": list(shape)} for name, (fmt, shape) in sorted(packed.items())}
+    tensors = {
+        spec.name: {"format": spec.format, "shape": list(spec.shape)}
+        | ({"transposed": True} if spec.transposed else {})
+        for spec in sorted(packed, key=lambda spec: spec.name)
+    }
     document: dict[str, Any] = {"version": METADATA_VERSION, "tensors": tensors}
     if tied:
         document["tied"] = dict(sorted(tied.items()))
     return json.dumps(document, separators=(",", ":"), ensure_ascii=False)
 
 
-def read_metadata(file: SafetensorsFile) -> tuple[dict[str, tuple[Format, tuple[int, ...]]], dict[str, str]]:
+def read_metadata(file: SafetensorsFile) -> tuple[dict[str, TensorSpec], dict[str, str]]:
     """Which tensors of a file are packed, and how; a file without the key has none."""
     text = file.metadata.get(METADATA_KEY)
     if text is None:
@@ -235,12 +241,16 @@ def read_metadata(file: SafetensorsFile) -> tuple[dict[str, tuple[Format, tuple[
     reader.keys("", document, {"version": SIZE, "tensors": OBJECT, "tied": OBJECT}, ("version", "tensors"))
     tied = document.get("tied", {})
     reader.keys("tied", tied, dict.fromkeys(tied, NAME))
-    return {name: _read_entry(reader, repr(name), entry) for name, entry in document["tensors"].items()}, tied
+    return {name: _read_entry(reader, name, entry) for name, entry in document["tensors"].items()}, tied
 
 
-def _read_entry(reader: Reader, path: str, entry: Any) -> tuple[Format, tuple[int, ...]]:
-    reader.keys(path, entry, {"format": NAME, "shape": _SIZES}, ("format", "shape"))
+def _read_entry(reader: Reader, name: str, entry: Any) -> TensorSpec:
+    path = repr(name)
+    reader.keys(path, entry, {"format": NAME, "shape": _SIZES, "transposed": FLAG}, ("format", "shape"))
+    shape, transposed = tuple(entry["shape"]), entry.get("transposed", False)
+    if transposed and len(shape) < 2:
+        reader.stop(f"{path}: transposed: expected at least two axes, got the shape {shape}")
     try:
-        return get_format(entry["format"]), tuple(entry["shape"])
+        return TensorSpec.of(name, shape, get_format(entry["format"]), transposed=transposed)
     except BitplanError as error:
         reader.stop(f"{path}: {error}")

@@ -56,7 +56,7 @@ class TensorFile(Closing, ABC):
         """Read one tensor, in its own memory."""
 
     def read_float(self, name: str) -> Tensor:
-        """Read one tensor as numbers: an Encoded or 8-bit floats become float32."""
+        """Read one tensor as numbers, as the model has it: an Encoded or 8-bit floats become float32."""
         from bitplan.formats import Encoded
         from bitplan.formats.dispatch import decode
 
@@ -64,7 +64,7 @@ class TensorFile(Closing, ABC):
         self.require_numbers(spec)
         tensor = self.read(name)
         if isinstance(tensor, Encoded):
-            return decode(tensor)
+            return decode(tensor).mT.contiguous() if spec.transposed else decode(tensor)
         return tensor.float() if spec.dtype in NARROW_FLOATS else tensor
 
     def require_numbers(self, spec: TensorSpec) -> None:
@@ -157,6 +157,7 @@ class Container(ABC):
     file_type         the TensorFile class that reads it
     is_folder         it is a folder, not a file
     holds_ties        it can say that two names are one tensor; else the tensor is written under both names
+    holds_transposed  it can say that a tensor lies as the transpose of the model's
     has_gguf_formats  it holds only GGUF's block formats, so that these are chosen
     """
 
@@ -164,6 +165,7 @@ class Container(ABC):
     file_type: type[TensorFile]
     is_folder = False
     holds_ties = False
+    holds_transposed = False
     has_gguf_formats = False
 
     @abstractmethod

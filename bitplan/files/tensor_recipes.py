@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -25,7 +25,7 @@ from bitplan.files.describe_files import empty_model
 from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import get_format
 from bitplan.plan.names import natural_order
-from bitplan.plan.structure.describe import experts_of
+from bitplan.plan.structure.describe import multiplies_transposed
 
 MOST_SHOWN = 8
 
@@ -110,10 +110,8 @@ def fit_to_model(model: nn.Module, file: TensorFile) -> tuple[Assignment, dict[s
     faults = {
         "missing": [name for name in shapes if name not in {*filled, *ties, *computed_parameters(model)}],
         "unknown": [name for name in unknown if name not in unread],
-        "shape": [
-            text for recipe in recipes if (text := _shape_fault(recipe, _shapes_in(model, recipe, shapes, file)))
-        ],
-        "packing": [text for recipe in recipes if (text := _packing_fault(recipe, file))],
+        "shape": [text for recipe in recipes if (text := _shape_fault(model, recipe, shapes, file))],
+        "packing": [text for recipe in recipes if (text := _packing_fault(model, recipe, file))],
     }
     return Assignment(tuple(recipes), ties, tuple(unread)), faults
 
@@ -132,24 +130,47 @@ def listed_faults(faults: Mapping[str, Sequence[str]]) -> str:
     return "; ".join(f"{len(names)} {kind}: {shortened(names)}" for kind, names in listed)
 
 
-def require_whole_model(file: TensorFile, folder: Path, otherwise: str = "") -> list[str]:
-    """Refuse a checkpoint that lacks tensors of its config's model; returns a note where that is not known.
+@dataclass(frozen=True)
+class FolderModel:
+    """The model of a folder's config, on meta; without one a note says why."""
 
-    A note comes back where that is not known. Tensors that the model does not have are no fault: others may read them.
+    model: nn.Module | None
+    notes: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, file: TensorFile, folder: Path) -> Self:
+        if any(name.endswith("_blocks") for name in file.specs):
+            return cls(None)  # gpt-oss in its own layout, of which `bitplan.files.gpt_oss` knows more
+        try:
+            return cls(empty_model(folder, ties=False))
+        except (FileFormatError, MissingLibraryError) as error:
+            return cls(None, (f"whether all tensors of its model are there was not checked: {error}",))
+
+    def transposed(self, file: TensorFile) -> list[str] | None:
+        """Matrices of the file that the model multiplies by as [inputs, outputs]; None where that is not known."""
+        if self.model is None:
+            return None
+        recipes = fit_to_model(self.model, file)[0].recipes
+        return [
+            recipe.pieces[0].name
+            for recipe in recipes
+            if recipe.is_one and len(recipe.pieces[0].shape) == 2 and _lies_transposed(self.model, recipe.targets[0])
+        ]
+
+
+def require_whole_model(file: TensorFile, model: nn.Module | None, otherwise: str = "") -> None:
+    """Refuse a checkpoint that lacks tensors of its config's model, where that is known.
+
+    Tensors that the model does not have are no fault: others may read them.
     """
-    if any(name.endswith("_blocks") for name in file.specs):
-        return []  # gpt-oss in its own layout, of which `bitplan.files.gpt_oss` knows more
-    try:
-        model = empty_model(folder, ties=False)
-    except (FileFormatError, MissingLibraryError) as error:
-        return [f"whether all tensors of its model are there was not checked: {error}"]
+    if model is None:
+        return
     faults = fit_to_model(model, file)[1]
     if lacking := {kind: names for kind in ("missing", "shape") if (names := faults[kind])}:
         raise FileFormatError(
             f"{file.path}: is not the whole {type(model).__name__} of its config.json: {listed_faults(lacking)}; "
             f"get the rest of the checkpoint{otherwise}"
         )
-    return []
 
 
 def shortened(faults: Sequence[str]) -> str:
@@ -251,32 +272,24 @@ def _is_computed(model: nn.Module, name: str) -> bool:
 # ---- shapes and formats ----------------------------------------------------------------------------------------------
 
 
-def _shapes_in(
+def _lies_transposed(model: nn.Module, name: str) -> bool:
+    """Whether a parameter is [.., inputs, outputs], so that it is packed as its transpose."""
+    owner, _, local = name.rpartition(".")
+    return multiplies_transposed(model.get_submodule(owner), local)
+
+
+def _shape_fault(
     model: nn.Module, recipe: TensorRecipe, own_shapes: Mapping[str, tuple[int, ...]], file: TensorFile
-) -> dict[str, tuple[int, ...]]:
-    """The shapes of a recipe's tensors in the file: packed ones have outputs as rows, however the model holds them."""
-    shapes = {target: own_shapes[target] for target in recipe.targets if target in own_shapes}
-    if recipe.format_in(file) is None:
-        return shapes
-    parts = {target: target.rpartition(".") for target in shapes}
-    return {
-        target: _shape_in_file(model.get_submodule(parts[target][0]), parts[target][2], shape)
-        for target, shape in shapes.items()
-    }
-
-
-def _shape_in_file(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that a packed parameter has in a file, whether or not there is a packed layer for it."""
-    experts = experts_of(module)
-    is_turned = experts is not None and local in experts.weights and experts.is_columns
-    return (shape[0], shape[2], shape[1]) if is_turned else shape
-
-
-def _shape_fault(recipe: TensorRecipe, own_shapes: Mapping[str, tuple[int, ...]]) -> str | None:
+) -> str | None:
+    """What is wrong with how a tensor lies in the file: packed ones have outputs as rows, whatever the model has."""
     if recipe.converter is not None:
         return None  # transformers' own steps decide; their result is compared with the model later
     target, came = recipe.targets[0], shape_of(recipe.pieces)
-    return None if came == own_shapes[target] else f"{target} (the file has {came}, the model {own_shapes[target]})"
+    expected = own_shapes[target]
+    if recipe.format_in(file) is not None:
+        is_transposed = _lies_transposed(model, target)
+        expected = (*expected[:-2], expected[-1], expected[-2]) if is_transposed else expected
+    return None if came == expected else f"{target} (the file has {came}, the model {expected})"
 
 
 def shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
@@ -292,11 +305,14 @@ def shape_of(pieces: Sequence[FilePiece]) -> tuple[int, ...] | None:
     return (rows, *first.shape[1:]) if first.item is None else (len(items), rows, *first.shape[1:])
 
 
-def _packing_fault(recipe: TensorRecipe, file: TensorFile) -> str | None:
+def _packing_fault(model: nn.Module, recipe: TensorRecipe, file: TensorFile) -> str | None:
     specs: list[TensorSpec] = [file.spec(piece.name) for piece in recipe.pieces]
     formats = {spec.format if spec.encoded else str(spec.torch_dtype) for spec in specs}
     packed = [spec for spec in specs if spec.encoded and not get_format(spec.format).is_cast]
     target = recipe.targets[0]
+    if packed and recipe.converter is None and packed[0].transposed != (is_columns := _lies_transposed(model, target)):
+        way = "along its outputs" if is_columns else "as its transpose"
+        return f"{target} (packed {way}; quantize the folder of the model again)"
     if not packed or recipe.is_one:
         return None
     fmt = get_format(packed[0].format)

@@ -103,9 +103,10 @@ class Encoded:
 
 
 class EncodedModule(nn.Module, ABC):
-    """A module in the place of a Parameter, which it holds encoded; its name is the Parameter's."""
+    """A module in the place of a Parameter, which it holds encoded, or its transpose; its name is the Parameter's."""
 
     shape: tuple[int, ...]
+    transposed: bool = False
 
     @property
     @abstractmethod

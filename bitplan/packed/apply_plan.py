@@ -31,7 +31,6 @@ from torch.nn.modules.conv import _ConvNd
 
 from bitplan.base.errors import ArgumentError, PlanError, StoreError, did_you_mean
 from bitplan.files.models.decoded_in_eval import Morphed
-from bitplan.files.transformers_names import silence_transformers
 from bitplan.formats import get_format
 from bitplan.formats.dispatch import decode, encode
 from bitplan.formats.elements import dtype_name
@@ -45,6 +44,7 @@ from bitplan.packed.layer_replacement import (
     packed_kind,
     packed_layer,
     packed_shape,
+    replaced_layer,
     why_not_packed,
     with_output_rows,
 )
@@ -289,7 +289,7 @@ class _Tensors:
         """A record of every tensor, as `choose_formats` takes them."""
         items = {name: _tensor_of(self, name) for name in self}
         return {
-            name: TensorSpec.of(name, tuple(item.shape), item.fmt)
+            name: TensorSpec.of(name, tuple(item.shape), item.fmt, transposed=item.transposed)
             if isinstance(item, PackedWeight)
             else TensorSpec.of(name, self.packed_shape(name, tuple(item.shape)), dtype=item.dtype)
             for name, item in items.items()
@@ -488,6 +488,12 @@ def _decide_pack(
             tied = "" if named.name == name else f"tied to {named.name}, which is "
             next_step = "; untie them, or plan a float format for it" if tied else "; plan a float format for it"
             raise _RefusedError(f"{tied}{reason}, and cannot be {fmt.name}{next_step}", layer=True)
+        if are_columns(named.module, named.local) != are_columns(sharing[0].module, sharing[0].local):
+            raise _RefusedError(
+                f"shared by {sharing[0].owner} and {named.owner}, of which one multiplies by its transpose; untie "
+                "them, or plan a float format for it",
+                layer=True,
+            )
     change = Change(
         name,
         f"{type(sharing[0].module).__name__} {dtype_name(parameter.dtype)}",
@@ -520,8 +526,8 @@ def _pack(
     to_replace: dict[int, NamedParameter] = {}
     for decision in decided.packs:
         first = decision.parameters[0]
-        numbers = with_output_rows(first)
-        weight = PackedWeight(encode(numbers, decision.fmt, name=first.name, **options))
+        encoded = encode(with_output_rows(first), decision.fmt, name=first.name, **options)
+        weight = PackedWeight(encoded, transposed=are_columns(first.module, first.local))
         for named in decision.parameters:
             weights.setdefault(id(named.module), {})[named.local] = weight
             to_replace[id(named.module)] = named
@@ -583,9 +589,8 @@ def dequantize(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
 
     dtype   the type of the weights that were packed; the model's own unless given
 
-    Numbers that packing rounded stay rounded. Weights that layers share stay shared. Linear and Embedding layers are
-    made anew; layers that only transformers has (stacked experts, embeddings that multiply their rows) come from a
-    model of the same config on meta.
+    Numbers that packing rounded stay rounded. Weights that layers share stay shared. Layers are again what they were;
+    of a packed layer that replaced none (`QuantLinear.from_linear`) a Linear or an Embedding is made.
     """
     if hasattr(model, "peft_config"):
         raise StoreError("dequantize: the model has adapters; dequantize the model below them (model.get_base_model())")
@@ -599,14 +604,10 @@ def dequantize(model: nn.Module, *, dtype: torch.dtype | None = None) -> None:
     if "" in layers:
         raise StoreError("dequantize: the model itself is one packed layer, which has no parent to be replaced in")
     target = dtype or _type_of(model)
-    skeleton: nn.Module | None = None
     plain: dict[str, nn.Module] = {}
     numbers: dict[int, nn.Parameter] = {}
     for path, layer in layers.items():
-        plain_layer = _plain_twin(layer)
-        if plain_layer is None:
-            skeleton = skeleton or _skeleton(model, path)
-            plain_layer = skeleton.get_submodule(path)
+        plain_layer = _plain_twin(layer, path)
         _fill(plain_layer, layer, target, numbers)
         plain[path] = plain_layer.train(layer.training)
     for path, plain_layer in plain.items():
@@ -620,32 +621,18 @@ def _type_of(model: nn.Module) -> torch.dtype:
     return kinds[0] if kinds else torch.float32
 
 
-def _plain_twin(layer: nn.Module) -> nn.Module | None:
-    """The layer of torch's own for a packed one, on meta; None where only transformers has it."""
+def _plain_twin(layer: nn.Module, path: str) -> nn.Module:
+    """The layer that a packed one replaced, or one of torch's own, without numbers."""
+    replaced = replaced_layer(layer)
+    if replaced is not None:
+        return replaced
     with torch.device("meta"):
         if isinstance(layer, QuantLinear):
             rows, columns = layer.weight.shape
             return nn.Linear(columns, rows, bias=layer.bias is not None)
         if isinstance(layer, QuantEmbedding) and layer.scale is None:
             return nn.Embedding(layer.num_embeddings, layer.embedding_dim, padding_idx=layer.padding_idx)
-    return None
-
-
-def _skeleton(model: Any, path: str) -> nn.Module:
-    """A model of the same class and config, whose parameters lie on meta."""
-    if not hasattr(type(model), "_from_config"):
-        raise StoreError(
-            f"dequantize: {path!r} is a {type(model.get_submodule(path)).__name__}, which only models of transformers "
-            f"have, and this is a {type(model).__name__}"
-        )
-    config = copy.deepcopy(model.config)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    from transformers import initialization
-
-    with silence_transformers(), torch.device("meta"), initialization.no_tie_weights():
-        skeleton: nn.Module = type(model)._from_config(config)
-    return skeleton
+    raise StoreError(f"dequantize: {path!r}, a {type(layer).__name__}, replaced no layer, so none is known for it")
 
 
 def _fill(plain: Any, layer: nn.Module, dtype: torch.dtype, numbers: dict[int, nn.Parameter]) -> None:
@@ -655,8 +642,8 @@ def _fill(plain: Any, layer: nn.Module, dtype: torch.dtype, numbers: dict[int, n
             continue
         if id(weight) not in numbers:
             decoded = decode(weight.encoded, dtype)
-            if are_columns(plain, local):
-                decoded = decoded.transpose(1, 2).contiguous()
+            if weight.transposed:
+                decoded = decoded.mT.contiguous()
             numbers[id(weight)] = nn.Parameter(decoded, requires_grad=dtype.is_floating_point)
         plain.register_parameter(local, numbers[id(weight)])
     for local, parameter in layer.named_parameters(recurse=False):

@@ -2,18 +2,20 @@
 
 | layer | becomes |
 |---|---|
-| nn.Linear, and subclasses whose own forward computes the same (Falcon's) | QuantLinear |
+| nn.Linear, and layers whose own run was seen to be W x + bias alone (Falcon's) | QuantLinear |
+| those seen to be x W + bias, with W [inputs, outputs] (GPT-2's Conv1D): packed as [outputs, inputs] | QuantLinear |
 | nn.Embedding, and transformers' that multiplies its rows | QuantEmbedding |
 | experts [experts, outputs, inputs] of one module that was seen to be a sum of down(silu(gate) * up) | StackedExperts |
 | those of gpt-oss's gating, [experts, inputs, outputs]: packed as [experts, outputs, inputs] | StackedExperts |
 
-Layers whose weight other code reads cannot be packed: other subclasses of Linear and Embedding, attention's out_proj,
-TransformerEncoderLayer. Nor can transformers' Conv1D: its matrix is transposed, so that blocks along its last axis
-would mix outputs.
+Blocks of a packed weight lie along the inputs of its product, so a weight that lies transposed is turned when it is
+packed. Layers whose weight other code reads cannot be packed: other subclasses of Linear and Embedding, attention's
+out_proj, TransformerEncoderLayer.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -26,7 +28,7 @@ from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.quant_experts import QuantExperts
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan.structure.describe import experts_of, product_of, scale_of_rows
+from bitplan.plan.structure.describe import experts_of, multiplies_transposed, product_of, scale_of_rows
 from bitplan.plan.structure.model_view import ExpertsUse
 from bitplan.plan.structure.parameters import NamedParameter
 
@@ -56,28 +58,25 @@ class StackedExperts(QuantExperts):
 
 def packed_kind(module: nn.Module, local: str) -> str | None:
     """The packed layer that holds this parameter of this layer; None where there is none."""
+    if isinstance(module, nn.Embedding):
+        return "QuantEmbedding" if local == "weight" and _is_table(module) else None
     if local == "weight" and _is_linear(module):
         return "QuantLinear"
-    if local == "weight" and _is_table(module):
-        return "QuantEmbedding"
     experts = experts_of(module)
     is_known = experts is not None and local in experts.weights and _why_not_experts(experts) is None
     return "StackedExperts" if is_known else None
 
 
 def _is_linear(module: nn.Module) -> bool:
-    """Whether a layer's forward is W x + bias alone; a subclass has to say so, as others' code may read its weight."""
-    if type(module) is nn.Linear or not isinstance(module, nn.Linear):
+    """Whether a layer computes its product and bias alone; of a class that has another name for a reason, by a run."""
+    if type(module) is nn.Linear or type(module).forward is nn.Linear.forward:
         return type(module) is nn.Linear
-    if type(module).forward is nn.Linear.forward:
-        return False
-    product = product_of(module)
-    return product is not None and not product.is_columns
+    return product_of(module) is not None
 
 
-def _is_table(module: nn.Module) -> bool:
-    """An embedding that looks rows up, and at most multiplies them by one factor."""
-    if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+def _is_table(module: nn.Embedding) -> bool:
+    """Whether an embedding looks rows up, and at most multiplies them by one factor."""
+    if module.max_norm is not None:
         return False
     return type(module) is nn.Embedding or scale_of_rows(module) is not None
 
@@ -118,11 +117,8 @@ def _why_not_experts(experts: ExpertsUse) -> str | None:
 
 
 def are_columns(module: nn.Module, local: str) -> bool:
-    """Whether a parameter is experts [experts, inputs, outputs], which are packed as their transpose."""
-    experts = experts_of(module)
-    if experts is None or local not in experts.weights:
-        return False
-    return experts.is_columns and _why_not_experts(experts) is None
+    """Whether a parameter is a matrix [inputs, outputs], or experts of such, which is packed as its transpose."""
+    return multiplies_transposed(module, local) and packed_kind(module, local) is not None
 
 
 def stack_of(module: nn.Module, part: Literal["gate_up", "down"]) -> str:
@@ -133,14 +129,13 @@ def stack_of(module: nn.Module, part: Literal["gate_up", "down"]) -> str:
 
 def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape under which a parameter is packed, with outputs as rows."""
-    return (shape[0], shape[2], shape[1]) if are_columns(module, local) else shape
+    return (*shape[:-2], shape[-1], shape[-2]) if are_columns(module, local) else shape
 
 
 def with_output_rows(named: NamedParameter) -> Tensor:
     """A parameter's numbers with outputs as rows, as they are packed."""
     numbers: Tensor = named.parameter
-    is_turned = are_columns(named.module, named.local)
-    return numbers.detach().transpose(1, 2).contiguous() if is_turned else numbers
+    return numbers.detach().mT.contiguous() if are_columns(named.module, named.local) else numbers
 
 
 def lacking(module: nn.Module, packed: set[str]) -> list[str]:
@@ -175,11 +170,9 @@ def packed_layer(
     if isinstance(module, nn.Embedding):
         scale = None if type(module) is nn.Embedding else scale_of_rows(module)
         layer = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
-    elif isinstance(module, nn.Linear):
+    elif (experts := experts_of(module)) is None:
         layer = QuantLinear(weights["weight"], plain.get("bias"), strategy=strategy, cache=cache, name=name)
     else:
-        experts = experts_of(module)
-        assert experts is not None
         names = {
             "gate_up": experts.gate_up,
             "down": experts.down,
@@ -197,7 +190,24 @@ def packed_layer(
             cache=cache,
             name=name,
         )
+    layer.__dict__["replaced"] = _without_numbers(module)  # no child: it is neither saved nor moved
     return layer.train(module.training)
+
+
+def _without_numbers(module: nn.Module) -> nn.Module:
+    """A copy of a layer whose parameters lie on meta."""
+    twin = copy.copy(module)
+    twin._parameters = {
+        name: None if one is None else nn.Parameter(torch.empty_like(one, device="meta"), one.requires_grad)
+        for name, one in module._parameters.items()
+    }
+    return twin
+
+
+def replaced_layer(layer: nn.Module) -> nn.Module | None:
+    """A copy, without numbers, of the layer whose place a packed one took; None where it was packed by itself."""
+    replaced = layer.__dict__.get("replaced")
+    return None if replaced is None else _without_numbers(replaced)
 
 
 def article(name: str) -> str:

@@ -59,12 +59,16 @@ class _ReadAsNumbersError(StoreError, AttributeError):
 
 
 class PackedWeight(EncodedModule):
-    """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts."""
+    """A weight [..., outputs, inputs] held in its format; `encoded` is the value, `data`, `scales`, ... its parts.
+
+    transposed   the parameter whose place it took is [..., inputs, outputs]
+    """
 
     dtype = torch.uint8  # the type of the bytes, not of the numbers that they stand for
 
-    def __init__(self, encoded: Encoded) -> None:
+    def __init__(self, encoded: Encoded, *, transposed: bool = False) -> None:
         super().__init__()
+        self.transposed = transposed
         self.fmt: Format = encoded.fmt
         self.shape = encoded.shape
         for name, part in encoded.parts.items():

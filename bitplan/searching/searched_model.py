@@ -196,6 +196,11 @@ class WeightSite:
     role: str
     slice: ExpertSlice | None = None  # of an expert that the model keeps in a stack
     tensor: str = ""  # the tensor of the file that it is an item of, where it is one
+    transposed: bool = False  # the model has [inputs, outputs]
+
+    def turned(self, numbers: Tensor) -> Tensor:
+        """The model's numbers of the weight as [outputs, inputs], or the reverse."""
+        return numbers.T if self.transposed else numbers
 
 
 @dataclass(frozen=True)
@@ -279,6 +284,9 @@ class SearchSubject:
                 site = self.sites.pop(name)
                 reason = f"experts [experts, inputs, outputs]: {target.name} takes those of gpt-oss as they are"
                 self.stays[site.tensor] = _staying(self.stored, site.tensor, site.role, reason)
+            for name in [name for name, site in self.sites.items() if site.transposed]:
+                reason = f"a matrix [inputs, outputs], which {target.name} does not pack"
+                self.stays[name] = _staying(self.stored, name, self.sites.pop(name).role, reason)
         if target.streamed:
             self._keep_blocks()
         elif not target.embeddings:
@@ -327,7 +335,8 @@ class SearchSubject:
         """A weight by the file's name, in float32 on the device."""
         site = self.sites[name]
         if site.slice is None:
-            return self.runner.read(self.names[name]).detach().to(self.device).float()
+            numbers = self.runner.read(self.names[name]).detach().to(self.device).float()
+            return site.turned(numbers).contiguous()
         if self._stack is None or self._stack[0] != site.slice.stack:
             self._stack = site.slice.stack, self.runner.read(site.slice.stack).detach()
         return site.slice.read(self._stack[1]).to(self.device).float().contiguous()
@@ -355,7 +364,7 @@ class SearchSubject:
 
         Either returns the new numbers of a weight, or None to keep it; experts are written into a copy of their stack.
         """
-        ours = {self.names[name]: name for name, site in self.sites.items() if site.slice is None}
+        ours = {self.names[name]: site for name, site in self.sites.items() if site.slice is None}
         stacks: dict[str, list[ExpertSlice]] = {}
         for site in self.sites.values():
             if site.slice is not None:
@@ -371,7 +380,13 @@ class SearchSubject:
                     expert.write(stack, numbers)
             return stack
 
-        return lambda name: weights(ours[name]) if name in ours else stacked(name) if name in stacks else None
+        def replaced(name: str) -> Tensor | None:
+            if name not in ours:
+                return stacked(name) if name in stacks else None
+            numbers = weights(ours[name].name)
+            return None if numbers is None else ours[name].turned(numbers)
+
+        return replaced
 
     def logits(self, ids: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
         """Logits [windows, length, vocabulary], with some weights replaced."""
@@ -397,10 +412,10 @@ class SearchSubject:
             file = None if self.path is None else opened.enter_context(open_tensors(self.path))
             for tensor, searched in self.tensors.items():
                 numbers = self.runner.read(self.names[tensor]) if file is None else file.read_float(tensor)
-                is_packed = file is not None and file.spec(tensor).encoded  # and so has outputs as rows
                 for name in searched.weights:
-                    part = self.sites[name].slice if self.sites[name].tensor else None
-                    weight = numbers if part is None else numbers[part.expert] if is_packed else part.item(numbers)
+                    site = self.sites[name]
+                    part = site.slice if site.tensor else None
+                    weight = site.turned(numbers) if part is None else part.item(numbers)
                     digests[name] = weight_digest(weight)
         return digests
 
@@ -493,7 +508,7 @@ def _split(
     for name, entry in plan.entries.items():
         parameter = by_name.get(names.get(name, ""))
         modules = [] if parameter is None else users[id(parameter)]
-        linears = tuple(module for module in modules if isinstance(module, nn.Linear))
+        linears = tuple(module for module in modules if _is_product(module))
         embeddings = tuple(module for module in modules if isinstance(module, nn.Embedding))
         reason, free = entry.choice.reason, _may_change(entry)
         if free and name in slices:
@@ -508,13 +523,20 @@ def _split(
         if free and parameter is not None and (linears or embeddings):
             if id(parameter) not in first_names:
                 first_names[id(parameter)] = name
-                sites[name] = WeightSite(name, tuple(parameter.shape), linears, embeddings, entry.role)
+                transposed = any(are_columns(module, "weight") for module in linears)
+                shape = tuple(parameter.shape)[:: -1 if transposed else 1]
+                sites[name] = WeightSite(name, shape, linears, embeddings, entry.role, transposed=transposed)
                 continue
             reason = f"tied to {first_names[id(parameter)]}"
         elif free:
             reason = UNKNOWN_LAYER
         stays[name] = _staying(stored, name, entry.role, reason)
     return sites, stays
+
+
+def _is_product(module: nn.Module) -> bool:
+    """Whether a module multiplies its input by its weight, in one way or the other."""
+    return isinstance(module, nn.Linear) or packed_kind(module, "weight") == "QuantLinear"
 
 
 def _may_change(entry: Planned) -> bool:

@@ -19,6 +19,7 @@ from bitplan.files.compare import compare_files
 from bitplan.files.headers import plan_for_file
 from bitplan.files.models.save_load import load_model
 from bitplan.files.open_files import open_tensors, write_tensors
+from bitplan.files.packed_folder import packed_shapes, transposed_by_names
 from bitplan.files.quantize_files import QuantizeOptions, quantize_file
 from bitplan.files.safetensors import write_safetensors
 from bitplan.files.tensor_file import TensorSpec, spec_of
@@ -562,10 +563,11 @@ def test_a_plan_counts_the_bytes_of_experts_as_a_packed_folder_has_them(tmp_path
     safetensors.torch.save_file(tensors, model / "model.safetensors")
     (model / "config.json").write_text(json.dumps({"model_type": "gpt_oss", "architectures": ["APart"]}))
     with open_tensors(model) as file:
-        packed = plan_for_file(file, "int8_row", packs_folder=True)
-        kept = plan_for_file(file, "int8_row", keep=[names[1]], packs_folder=True)
+        shapes = packed_shapes(file, transposed_by_names(file))
+        packed = plan_for_file(file, "int8_row", packed_shapes=shapes)
+        kept = plan_for_file(file, "int8_row", keep=[names[1]], packed_shapes=shapes)
         as_they_lie = plan_for_file(file, "int8_row")
-        again = plan_for_file(file, kept, packs_folder=True)
+        again = plan_for_file(file, kept, packed_shapes=shapes)
     assert [packed.entries[name].shape for name in names] == [(2, 96, 64), (2, 64, 48)]
     assert [kept.entries[name].shape for name in names] == [(2, 96, 64), (2, 48, 64)]
     assert [as_they_lie.entries[name].shape for name in names] == [(2, 64, 96), (2, 48, 64)]

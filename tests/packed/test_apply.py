@@ -330,6 +330,45 @@ def replaced_forward() -> nn.Module:
     return linear
 
 
+class Columns(Conv1D):
+    """A matrix [in, out], which the forward multiplies by; a second layer may share it as its transpose."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+        self.bias = nn.Parameter(torch.randn(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight + self.bias
+
+
+def test_matrices_that_lie_transposed_are_packed_along_their_inputs() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Columns(64, 96), nn.Tanh(), Columns(96, 64))
+    twin, x = copy.deepcopy(model), torch.randn(5, 64)
+    applied = apply_plan(model, {"*weight": "q8_0_gguf"})
+    assert [change.after for change in applied.changes] == ["QuantLinear q8_0_gguf"] * 2
+    assert model[0].weight.shape == (96, 64)
+    with torch.no_grad():
+        for layer in (twin[0], twin[2]):
+            layer.weight.copy_(decode(encode(layer.weight.T.contiguous(), "q8_0_gguf")).T)
+    torch.testing.assert_close(model(x), twin(x), rtol=0, atol=1e-4)
+    again = copy.deepcopy(model)
+    bitplan.dequantize(again)
+    assert {name: type(module) for name, module in again.named_modules()} == {
+        name: type(module) for name, module in twin.named_modules()
+    }
+    assert all(torch.equal(tensor, twin.state_dict()[name]) for name, tensor in again.state_dict().items())
+
+
+def test_a_matrix_that_two_layers_read_both_ways_is_refused() -> None:
+    model = nn.Sequential(Columns(64, 64), nn.Linear(64, 64))
+    model[1].weight = model[0].weight
+    refused(
+        model, plan_for("0.weight", "int8_row"), "0 and 1, of which one multiplies by its transpose", match="common"
+    )
+
+
 @pytest.mark.parametrize(
     ("model", "name", "said"),
     [

@@ -240,6 +240,7 @@ def plan(
     from bitplan.base.records import check_output
     from bitplan.files.headers import plan_for_file
     from bitplan.files.open_files import open_tensors
+    from bitplan.files.packed_folder import packed_shapes, transposed_by_names
     from bitplan.plan import read_plan
     from bitplan.plan.manifest import open_manifest
 
@@ -268,7 +269,9 @@ def plan(
         if output is not None:
             check_output(output, inputs=[*manifest, *file.files], force=force)
         how_to_fill = '"padding": "zero" in the manifest'
-        resolved = plan_for_file(file, rules or fmt or "", keep=keep or (), how_to_fill=how_to_fill, packs_folder=True)
+        shapes = packed_shapes(file, transposed_by_names(file))
+        wanted = rules or fmt or ""
+        resolved = plan_for_file(file, wanted, keep=keep or (), how_to_fill=how_to_fill, packed_shapes=shapes)
         stored = sum(spec.nbytes for spec in file.specs.values())
         planned = sum(resolved.entries[name].nbytes for name in file.specs)
     title = f"{checkpoint} under {manifest[0] if manifest else fmt}"

@@ -53,7 +53,7 @@ from bitplan.files.packed_folder import (
 from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, open_evidence
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
-from bitplan.files.tensor_recipes import require_whole_model
+from bitplan.files.tensor_recipes import FolderModel, require_whole_model
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
@@ -95,7 +95,7 @@ class FolderSource:
         spec = self.file.spec(name)
         cast = fmt if fmt is not None and fmt.is_cast else self.wide if is_quantized(spec) else None
         dtype = spec.torch_dtype if cast is None else cast.storage
-        return OutputTensor((name,), cast, reason, (TensorSpec.of(name, spec.shape, None, dtype),))
+        return OutputTensor((name,), cast, reason, (TensorSpec.of(name, spec.shape_in_model, None, dtype),))
 
     @cached_property
     def view(self) -> ModelView:
@@ -164,8 +164,9 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
         if inputs is None and not plan.inputs:
             inputs = folder_inputs(config, folder)
         plan = give_inputs(plan, inputs, "export")
-        notes = require_whole_model(file, folder)
-    return FolderSource(file, folder, unquantized_config(config), plan, notes)
+        described = FolderModel.of(file, folder)
+        require_whole_model(file, described.model)
+    return FolderSource(file, folder, unquantized_config(config), plan, described.notes)
 
 
 def _refuse_names_of_a_part(file: TensorFile, config: Mapping[str, Any], source: Path) -> None:
@@ -329,7 +330,7 @@ class FolderExport:
 
     def _encoded(self, fmt: Format, source: str) -> Encoded:
         where, spec = f"{self._file.path}: {source}", self._file.spec(source)
-        if spec.encoded and spec.format == fmt.name:
+        if spec.encoded and spec.format == fmt.name and not spec.transposed:
             encoded = self._file.read(source)
             assert isinstance(encoded, Encoded)
             base = self._base(fmt, source)

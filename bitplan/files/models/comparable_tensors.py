@@ -30,7 +30,6 @@ from bitplan.files.gpt_oss.config import ARCHITECTURE
 from bitplan.files.gpt_oss.layouts import LayoutTensor, list_slots
 from bitplan.files.gpt_oss.source import DOWN, GATE_UP, GptOssFile, plain_rows
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import transposed_in
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.tensor_file import ReadableTensor, TensorFile
 from bitplan.formats import Encoded
@@ -74,8 +73,7 @@ def _values(file: TensorFile, opened: ExitStack, *, layouts: bool) -> ModelValue
         opened_file = opened.enter_context(GptOssFile(file))
         slots = list_slots("hf", opened_file.shape, packed=False)
         return ModelValues(file.path, {slot.name: _of_slot(opened_file, slot) for slot in slots})
-    turned = transposed_in(file)
-    return ModelValues(file.path, {name: _plain(file, name, turned=name in turned) for name in file.specs})
+    return ModelValues(file.path, {name: _plain(file, name) for name in file.specs})
 
 
 def _is_gpt_oss(file: TensorFile) -> bool:
@@ -143,16 +141,15 @@ def _architecture(file: TensorFile) -> str | None:
     return None if field is None else str(field.value)
 
 
-def _plain(file: TensorFile, name: str, *, turned: bool) -> ReadableTensor:
-    """A tensor as the file has it; `turned`: with its last two axes exchanged, as the model has it."""
+def _plain(file: TensorFile, name: str) -> ReadableTensor:
+    """A tensor as the model has it."""
     spec = file.specs[name]
-    shape = (*spec.shape[:-2], *spec.shape[:-3:-1]) if turned else spec.shape
 
     def pieces() -> Iterator[Tensor]:
-        numbers = file.read_float(name).mT if turned else file.read_float(name)
+        numbers = file.read_float(name)
         yield torch.view_as_real(numbers) if numbers.is_complex() else numbers
 
-    return ReadableTensor(name, shape, spec.dtype, format=spec.format, pieces=pieces)
+    return ReadableTensor(name, spec.shape_in_model, spec.dtype, format=spec.format, pieces=pieces)
 
 
 def _in_order(values: ReadableTensor, heads: object, where: str) -> ReadableTensor:

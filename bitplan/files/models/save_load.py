@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bitplan.base.errors import FileFormatError
+from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.files.certificate import certificate_of
 from bitplan.files.models.morph import attach_encoded, encoded_modules_of, formats_of, stores_of
 from bitplan.files.open_files import open_tensors, require_container, write_tensors
@@ -41,7 +42,14 @@ def write_model(model: nn.Module, path: str | Path, source: Path | None = None, 
     if not require_container(path).holds_ties:
         items |= {alias: items[name] for alias, name in tied.items()}
         tied = {}
-    specs = {name: spec_of(name, item) for name, item in items.items()}
+    of_model, holds_transposed = own_tensors(model), require_container(path).holds_transposed
+    turned = {name for name, item in of_model.items() if isinstance(item, EncodedModule) and item.transposed}
+    if turned and not holds_transposed:
+        raise StoreError(
+            f"{path}: {listed_names('packed as the transpose of a parameter', sorted(turned))}, which this kind of "
+            "file cannot say; write a folder or a .safetensors file"
+        )
+    specs = {name: replace(spec_of(name, item), transposed=name in turned) for name, item in items.items()}
     plan = choose_formats({name: _as_read(spec) for name, spec in specs.items()}, {}, where=str(path))
     certificate = certificate_of(plan, source or Path(type(model).__name__), files, held=True, holds_plan=True)
     metadata = require_container(path).certificate_entry(json.dumps(certificate, separators=(",", ":")))
@@ -71,6 +79,7 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
     parameter's type, the parameter. A parameter that a plan packed takes only its own format.
     """
     path, of_model = file.path, own_tensors(model)
+    _check_rows(file, of_model)
     names = [*file.specs, *file.tied]
     unsaved = {name: item for name, item in model.named_buffers(remove_duplicate=False) if name not in of_model}
     in_file = {id(of_model[name]) for name in names if name in of_model}
@@ -104,6 +113,17 @@ def fill_model(file: TensorFile, model: nn.Module) -> nn.Module:
     versions = {name: item for name, item in items.items() if isinstance(item, Encoded)}
     attach_encoded(model, {name: item for name, item in versions.items() if isinstance(of_model[name], Tensor)})
     return model
+
+
+def _check_rows(file: TensorFile, of_model: Mapping[str, Tensor | EncodedModule]) -> None:
+    """Refuse tensors that are packed as the transpose of what the model holds: they are no versions of it."""
+    turned = {name for name, item in of_model.items() if isinstance(item, EncodedModule) and item.transposed}
+    wrong = [name for name, spec in file.specs.items() if spec.encoded and spec.transposed != (name in turned)]
+    if wrong:
+        raise FileFormatError(
+            f"{file.path}: {listed_names('packed as the transpose of what the model holds', wrong)}; "
+            "load_packed(path, model=...) without masters packs the model's layers so, and dequantize makes them plain"
+        )
 
 
 def _check_buffers(path: str | Path, file: TensorFile, unsaved: Mapping[str, Tensor]) -> None:

@@ -41,7 +41,7 @@ from bitplan.base.optional import WEIGHTS_FILE, remote_code_allowed, require
 from bitplan.files.engines.gguf_source import GGUFModel, is_folder_like, read_gguf_tokenizer
 from bitplan.files.headers import check_model_source, is_gguf
 from bitplan.files.open_files import open_tensors
-from bitplan.files.packed_folder import folder_inputs, folder_kv, is_model_folder, packed_experts, read_config
+from bitplan.files.packed_folder import folder_inputs, folder_kv, is_model_folder, read_config
 from bitplan.files.safetensors_tensors import NativeTensors
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile
@@ -351,7 +351,7 @@ def _location(folder: Path) -> dict[str, Any]:
 
 
 def _is_packed(file: TensorFile) -> bool:
-    return isinstance(file, SchemeTensors) or bool(isinstance(file, NativeTensors) and (file.formats or file.tied))
+    return isinstance(file, SchemeTensors) or bool(isinstance(file, NativeTensors) and (file.packed or file.tied))
 
 
 def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
@@ -371,10 +371,7 @@ def _model_of(file: TensorFile, folder: Path, where: str) -> Any:
         raise MeasureError(
             f"{where}: its config has a quantization_config, which transformers decodes; give the folder"
         )
-    turned = packed_experts(file, read_config(folder))
-    numbers = {
-        name: file.read_float(name).transpose(1, 2) if name in turned else file.read_float(name) for name in file.specs
-    }
+    numbers = {name: file.read_float(name) for name in file.specs}
     numbers |= {alias: numbers[name] for alias, name in file.tied.items()}
     for key in ("quantization_config", WEIGHTS_FILE):  # the tensors were decoded
         if getattr(config, key, None) is not None:

@@ -84,7 +84,8 @@ class GptOssTensors(TensorFile):
 
     def _spec(self, slot: LayoutTensor) -> TensorSpec:
         if slot.is_expert:
-            return TensorSpec.of(slot.name, (self._file.shape.experts, *self._file.shape.matrix(slot.parts)), MXFP4)
+            shape = (self._file.shape.experts, *self._file.shape.matrix(slot.parts))
+            return TensorSpec.of(slot.name, shape, MXFP4, transposed=True)
         return TensorSpec.of(slot.name, slot.shape, dtype=self._type_of(slot))
 
     def _type_of(self, slot: LayoutTensor) -> torch.dtype:

@@ -496,12 +496,14 @@ def read_values(
     tensors = model.state_dict()
     with on_failure(values.clear):  # the traceback keeps this frame, and would keep the memory
         for recipe in assignment.recipes:
-            if recipe.format_in(file) is not None and _waits(recipe, plan):
-                weight = PackedWeight(_read_packed(recipe, file, torch.device("cpu")))
-                values[recipe.targets[0]] = wait_in_host(weight, device)
-                continue
             if recipe.format_in(file) is not None:
-                values[recipe.targets[0]] = PackedWeight(_read_packed(recipe, file, device))
+                waits, transposed = _waits(recipe, plan), file.spec(recipe.pieces[0].name).transposed
+                values[recipe.targets[0]] = weight = PackedWeight(
+                    _read_packed(recipe, file, torch.device("cpu") if waits else device), transposed=transposed
+                )
+                if waits:
+                    wait_in_host(weight, device)
+                del weight  # a failure later leaves nothing
                 continue
             for name, tensor in read_plain(recipe, file, model).items():
                 if name not in tensors or tuple(tensor.shape) != tuple(tensors[name].shape):

@@ -40,6 +40,7 @@ from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.files.tensor_recipes import TensorRecipe, computed_parameters
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.elements import dtype_name
+from bitplan.formats.encoded import EncodedModule
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors
 from bitplan.packed.packed_weight import PackedWeight
 from bitplan.packed.quant_embedding import QuantEmbedding
@@ -202,8 +203,10 @@ def _in_gpt_oss_layout(one: _SavedTensor) -> list[_SavedTensor]:
 
 def _items(model: nn.Module, source: LoadedFrom | None) -> tuple[dict[str, _SavedTensor], dict[str, str]]:
     """Every tensor of the file by name, and the names that share one."""
-    items = {name: item if isinstance(item, Tensor) else item.encoded for name, item in own_tensors(model).items()}
-    objects = {name: id(item) for name, item in own_tensors(model).items()}
+    held = own_tensors(model)
+    items = {name: item if isinstance(item, Tensor) else item.encoded for name, item in held.items()}
+    objects = {name: id(item) for name, item in held.items()}
+    turned = {name for name, item in held.items() if isinstance(item, EncodedModule) and item.transposed}
     recipes = {} if source is None else {target: recipe for recipe in source.recipes for target in recipe.targets}
     saved: dict[str, _SavedTensor] = {}
     tied: dict[str, str] = {}
@@ -217,13 +220,13 @@ def _items(model: nn.Module, source: LoadedFrom | None) -> tuple[dict[str, _Save
         first.setdefault(objects[name], name)
         recipe = recipes.get(name)
         if recipe is None:
-            saved[name] = _saved(name, items[name], None)
+            saved[name] = _saved(name, items[name], None, transposed=name in turned)
             continue
         _require_pieces(recipe)
         for piece in recipe.pieces:
             dtype = None if source is None else source.dtypes.get(piece.name)
             part = items[name] if recipe.is_one and piece.item is None else _cut(items[name], piece.place, piece.shape)
-            saved[piece.name] = _saved(piece.name, part, dtype)
+            saved[piece.name] = _saved(piece.name, part, dtype, transposed=name in turned)
     if hasattr(model, "all_tied_weights_keys"):
         tied = {}  # its config says which tensors are tied
     if source is not None:
@@ -247,9 +250,9 @@ def _cut(item: Tensor | Encoded, index: tuple[int | slice, ...], shape: tuple[in
     return Encoded(item.fmt, shape, **{name: part[index] for name, part in item.parts.items()})
 
 
-def _saved(name: str, item: Tensor | Encoded, stored: torch.dtype | None) -> _SavedTensor:
+def _saved(name: str, item: Tensor | Encoded, stored: torch.dtype | None, *, transposed: bool = False) -> _SavedTensor:
     if isinstance(item, Encoded):
-        return _SavedTensor.of(name, item.shape, item.fmt, read=lambda: item)
+        return _SavedTensor.of(name, item.shape, item.fmt, read=lambda: item, transposed=transposed)
     dtype = item.dtype
     if stored is not None and stored != dtype and _holds(item, stored):
         dtype = stored

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from bitplan.base.errors import PlanError
 from bitplan.plan.structure.model_view import (
@@ -66,15 +66,31 @@ _PRODUCT_STEPS = {"linear", "matmul", "mm", "addmm", "add", "T", "t", "mT", "tra
 
 def product_of(module: nn.Module) -> LinearUse | None:
     """The product that a module alone is: its weight with its input, its bias and nothing else; None if it is more."""
+    weight = module._parameters.get("weight")
+    return None if weight is None or weight.ndim != 2 else _seen_once(_products_seen, module, _see_product)
+
+
+def multiplies_transposed(module: nn.Module, local: str) -> bool:
+    """Whether a parameter of a module is a matrix [inputs, outputs], or experts of such, as its own run shows."""
+    from torch import nn
+
+    if type(module) is nn.Linear or isinstance(module, nn.Embedding) or module._parameters.get(local) is None:
+        return False
+    product = product_of(module) if local == "weight" else None
+    experts = experts_of(module)
+    return (product is not None and product.is_columns) or (
+        experts is not None and local in experts.weights and experts.is_columns
+    )
+
+
+def _see_product(module: nn.Module) -> LinearUse | None:
     import torch
 
     from bitplan.plan.structure.graph import Graph
     from bitplan.plan.structure.recognise import Recogniser
     from bitplan.plan.structure.recorder import record
 
-    weight = module._parameters.get("weight")
-    if weight is None or weight.ndim != 2:
-        return None
+    weight = module.get_parameter("weight")
     for size in dict.fromkeys((weight.shape[1], weight.shape[0])):
         try:
             recording = record(module, (torch.zeros(3, size, dtype=weight.dtype),), {})
@@ -169,19 +185,27 @@ _ROUTING_STEPS |= {"size", "sort", "squeeze", "sum", "t", "to", "transpose", "ty
 _ROUTING_STEPS |= {"unsqueeze", "view", "where", "zeros", "zeros_like"}
 _norms_seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _PLAIN = (int, float, bool, str, dict, set, OrderedDict)
-_experts_seen: weakref.WeakKeyDictionary[nn.Module, tuple[Any, ExpertsUse]] = weakref.WeakKeyDictionary()
+Use = TypeVar("Use")
+Seen = weakref.WeakKeyDictionary["nn.Module", tuple[Any, Use]]
+_experts_seen: Seen[ExpertsUse] = weakref.WeakKeyDictionary()
+_products_seen: Seen[LinearUse | None] = weakref.WeakKeyDictionary()
 
 
 def experts_of(module: nn.Module) -> ExpertsUse | None:
     """The experts that a module alone is, seen in a run of its own; None if it holds no two stacks of matrices."""
     if sum(weight is not None and weight.ndim == 3 for weight in module._parameters.values()) < 2:
         return None
-    forward = type(module).forward  # a class may be patched after a module of it was seen
-    if module not in _experts_seen or _experts_seen[module][0] is not forward:
-        others = ((other, use) for other, (ran, use) in _experts_seen.items() if ran is forward and other is not module)
-        alike = next((use for other, use in others if _is_same_code(other, module)), None)
-        _experts_seen[module] = forward, alike or _see_experts(module)
-    return _experts_seen[module][1]
+    return _seen_once(_experts_seen, module, _see_experts)
+
+
+def _seen_once(seen: Seen[Use], module: nn.Module, see: Callable[[nn.Module], Use]) -> Use:
+    """What a run of a module shows; of modules that run the same lines one is run."""
+    forward = module.__dict__.get("forward", type(module).forward)  # either may be patched after it was seen
+    if module not in seen or seen[module][0] is not forward:
+        others = ((other, use) for other, (ran, use) in seen.items() if ran is forward and other is not module)
+        alike = next((use for other, use in others if _is_same_code(other, module)), _seen_once)
+        seen[module] = forward, see(module) if alike is _seen_once else alike  # type: ignore[assignment]
+    return seen[module][1]
 
 
 def _is_same_code(one: nn.Module, other: nn.Module) -> bool:

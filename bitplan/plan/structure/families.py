@@ -113,7 +113,7 @@ class Family:
     norms_plus_one  a norm's weight is stored one higher
     columns         pattern of modules whose matrix is [inputs, outputs] (transformers' Conv1D)
     read_directly   pattern of modules whose weight other code reads: multiplies by it, or casts to its type
-    expert_columns  its stacked experts are [experts, inputs, outputs]: "packed" where a packed layer holds them turned,
+    expert_columns  its stacked experts are [experts, inputs, outputs]: "packed" where a packed layer holds them,
                     "unpacked" where none computes them
     """
 
@@ -265,17 +265,25 @@ BLOCK_FEED = tuple(f"mlp.{name}_proj" for name in ("gate", "up", "down"))
 def has_no_packed_layer(name: str, kinds: Iterable[str]) -> bool:
     """Whether no packed layer can hold a tensor of a model that consists of these types."""
     for family in (FAMILIES[kind] for kind in kinds if kind in FAMILIES):
-        modules = "|".join(pattern for pattern in (family.columns, family.read_directly) if pattern)
-        if modules and re.search(rf"(^|\.)({modules})\.weight$", name):
+        if family.read_directly and _is_weight_of(family.read_directly, name):
             return True
         if family.expert_columns == "unpacked" and _STACKED.search(name):
             return True
     return False
 
 
-def is_packed_turned(name: str, kind: str) -> bool:
-    """Whether a tensor of a model of this type is experts [experts, inputs, outputs], packed as its transpose."""
-    return kind in FAMILIES and FAMILIES[kind].expert_columns == "packed" and _STACKED.search(name) is not None
+def is_packed_transposed(name: str, kinds: Iterable[str]) -> bool:
+    """Whether a tensor of a model that consists of these types lies as [.., inputs, outputs], and is packed turned."""
+    for family in (FAMILIES[kind] for kind in kinds if kind in FAMILIES):
+        if family.columns and _is_weight_of(family.columns, name):
+            return True
+        if family.expert_columns == "packed" and _STACKED.search(name):
+            return True
+    return False
+
+
+def _is_weight_of(modules: str, name: str) -> bool:
+    return re.search(rf"(^|\.)({modules})\.weight$", name) is not None
 
 
 def split_expert(name: str) -> tuple[str, int, str] | None:

@@ -70,12 +70,14 @@ class TensorSpec(TensorRecord):
     format    one of ours, or the dtype, or `gguf:TYPE`, `gptq:TYPE` and so on for types that come decoded
     encoded   it comes as an Encoded
     start     an offset from the beginning of its file, where it lies in one piece
+    transposed  packed as the transpose of the model's tensor, along the inputs of its product
     """
 
     format: str = ""
     nbytes: int = 0
     encoded: bool = False
     start: int = 0
+    transposed: bool = False
 
     @classmethod
     def of(
@@ -95,6 +97,10 @@ class TensorSpec(TensorRecord):
             kind = dtype if isinstance(dtype, str) else dtype_name(dtype)
             facts = {"format": kind, "nbytes": math.prod(shape) * ITEM_BYTES.get(kind, 0)}
         return cls(name, shape, kind, **facts | more)
+
+    @property
+    def shape_in_model(self) -> tuple[int, ...]:
+        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
 
     @property
     def torch_dtype(self) -> torch.dtype:

@@ -22,6 +22,8 @@ import bitplan
 from bitplan.base.errors import FileFormatError, StoreError
 from bitplan.files import quantize_files
 from bitplan.files.certificate import CARD, EVIDENCE_FILE
+from bitplan.files.compare import compare_files
+from bitplan.files.drift import drift_files
 from bitplan.files.packed_folder import FolderContents, cut_shards, packed_config, write_packed_folder
 from bitplan.files.tensor_file import TensorSpec
 from bitplan.packed.checkpoints.load import _check_room
@@ -450,22 +452,72 @@ def test_numbers_that_are_none_are_refused(packed, tmp_path):
     bitplan.load_packed(packed, check="deep")
 
 
+def gpt2():
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 96, "n_positions": 16}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)).eval()
+
+
+def test_matrices_that_lie_transposed_are_packed_along_their_inputs(tmp_path):
+    import bitplan.transformers
+
+    torch.manual_seed(0)
+    model, source = gpt2(), tmp_path / "gpt2"
+    save(model.transformer, source)  # as on the hub: names of the model without its head
+    config = json.loads((source / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (source / "config.json").write_text(json.dumps(config))
+    report = quantize_files.quantize_file(source, tmp_path / "packed", "q8_0_gguf")
+    assert report.warnings == []
+    assert [row["name"] for row in report.rows if row["to"] == "q8_0_gguf"] == [
+        *("h.0.attn.c_attn.weight", "h.0.attn.c_proj.weight", "h.0.mlp.c_fc.weight", "h.0.mlp.c_proj.weight"),
+        "wte.weight",
+    ]
+    loaded = bitplan.load_packed(tmp_path / "packed").model
+    in_memory = copy.deepcopy(model)
+    packed = dict.fromkeys(("*.c_*.weight", "*.wte.weight", "lm_head.weight"), "q8_0_gguf")
+    bitplan.apply_plan(in_memory, packed | {"*": "float32"})
+    assert torch.equal(logits(loaded), logits(in_memory))
+    decoded = copy.deepcopy(loaded)
+    bitplan.dequantize(decoded)
+    assert {name: one.shape for name, one in decoded.state_dict().items()} == {
+        name: one.shape for name, one in model.state_dict().items()
+    }
+    torch.testing.assert_close(logits(decoded), logits(loaded), rtol=0, atol=1e-5)
+    assert (logits(loaded) - logits(model)).abs().max() < 0.02
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert torch.equal(logits(theirs), logits(loaded))
+    theirs.save_pretrained(tmp_path / "theirs")
+    bitplan.save_packed(pickle.loads(pickle.dumps(loaded)), tmp_path / "pickled")
+    bitplan.save_packed(loaded, tmp_path / "again")
+    assert contents(tmp_path / "theirs") == contents(tmp_path / "again") == contents(tmp_path / "packed")
+    assert torch.equal(logits(bitplan.load_packed(tmp_path / "pickled").model), logits(loaded))
+    assert compare_files(source, tmp_path / "packed").findings == ()
+    assert {row.relative_error < 0.01 for row in drift_files(source, tmp_path / "packed").rows} == {True}
+    quantize_files.quantize_file(tmp_path / "packed", tmp_path / "plain.safetensors", "float32")
+    assert compare_files(tmp_path / "plain.safetensors", tmp_path / "packed").differing_names == []
+
+
+def test_files_say_which_matrices_lie_transposed(tmp_path):
+    torch.manual_seed(0)
+    model, alone, lone = save(gpt2(), tmp_path / "gpt2"), tmp_path / "alone.safetensors", tmp_path / "lone.safetensors"
+    quantize_files.quantize_file(model, alone, "int8_row")
+    loaded = bitplan.load_packed(alone, model=gpt2()).model
+    quantize_files.quantize_file(model, tmp_path / "packed", "int8_row")
+    assert torch.equal(logits(loaded), logits(bitplan.load_packed(tmp_path / "packed").model))
+    bitplan.save_packed(loaded, tmp_path / "saved.safetensors")
+    assert torch.equal(logits(bitplan.load_packed(tmp_path / "saved.safetensors", model=gpt2()).model), logits(loaded))
+    with pytest.raises(FileFormatError, match=r"4 packed as the transpose of what the model holds.* without masters"):
+        bitplan.load_packed(alone, model=gpt2(), masters=True)
+    with pytest.raises(StoreError, match=r"packed as the transpose of a parameter.*\.safetensors file"):
+        bitplan.save_packed(loaded, tmp_path / "saved.json")
+    quantize_files.quantize_file(model / "model.safetensors", lone, "int8_row")  # of which model it is, nothing says
+    with pytest.raises(FileFormatError, match=r"4 not loadable: .*c_proj.weight \(packed along its outputs; quantize"):
+        bitplan.load_packed(lone, model=gpt2())
+    with pytest.raises(FileFormatError, match="packed as the transpose"):
+        bitplan.load_packed(lone, model=loaded, masters=True)
+
+
 def test_layers_and_formats_that_cannot_be_packed_are_refused(tmp_path):
-    gpt2 = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            n_embd=64, n_layer=1, n_head=2, vocab_size=96, n_positions=16, bos_token_id=0, eos_token_id=0
-        )
-    )
-    source = save(gpt2, tmp_path / "gpt2")
-    quantize_files.quantize_file(source, tmp_path / "packed.safetensors", "int8_row")
-    with pytest.raises(FileFormatError, match=r"4 packed tensors have no packed layer: .* of a Conv1D.*keep="):
-        bitplan.load_packed(tmp_path / "packed.safetensors", model=gpt2)
-    report = quantize_files.quantize_file(source, tmp_path / "packed", "int8_row")
-    assert "4 tensors stay as they are, for no packed layer holds them" in report.warnings[-1]
-    assert "transformer.h.0.attn.c_attn.weight" in report.warnings[-1]
-    assert [row["reason"] for row in report.rows].count("no packed layer holds it, so it stays") == 4
-    assert logits(bitplan.load_packed(tmp_path / "packed").model).shape == (1, 12, 96)
-    assert not quantize_files.quantize_file(source, tmp_path / "cast", "bfloat16").notes
     source = save(mixtral(), tmp_path / "mixtral")
     report = quantize_files.quantize_file(source, tmp_path / "nvfp4", "nvfp4")
     assert "24 experts are in mxfp4: nvfp4 has a factor for each tensor" in report.warnings[-1]

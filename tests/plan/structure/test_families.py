@@ -13,7 +13,7 @@ import transformers
 
 from bitplan import describe
 from bitplan.base.errors import PlanError
-from bitplan.plan.structure.families import has_no_packed_layer, is_packed_turned
+from bitplan.plan.structure.families import has_no_packed_layer, is_packed_transposed
 from bitplan.plan.structure.model_view import LinearUse, ModelView
 
 SIZES: dict[str, object] = {
@@ -130,7 +130,7 @@ def test_encoder_and_others(kind: str) -> None:
 def test_the_table_has_the_matrices_that_lie_turned(kind: str) -> None:
     view = describe(build(kind, transformers.AutoModelForCausalLM))
     names = [linear.weight for linear in view.linears]
-    in_table = {name for name in names if has_no_packed_layer(name, [kind]) or is_packed_turned(name, kind)}
+    in_table = {name for name in names if has_no_packed_layer(name, [kind]) or is_packed_transposed(name, [kind])}
     assert in_table == {linear.weight for linear in view.linears if linear.is_columns}
 
 
