@@ -61,6 +61,7 @@ from bitplan.streaming.transfer.transfer_limits import Pressure, RuntimeLimitHin
 from bitplan.streaming.weight_loader import WeightLoader
 
 REUSE = "reuse_weight_cast"  # of FP8 layers
+MOST_KEPT_OF_A_BUFFER = 2**20  # numbers
 
 
 class BlockCalls:
@@ -70,6 +71,7 @@ class BlockCalls:
         self._stream, self._loader, self._training = stream, stream._loader, stream.training
         self._wrapped: list[tuple[StreamedBlock, Callable[..., Any] | None]] = []
         self._mergeable: list[list[nn.Module]] = [mergeable_in(block) for block in stream.blocks]
+        self._buffered = [[one for one in block.module.modules() if one._buffers] for block in stream.blocks]
         self._reusing: list[nn.Module] = []  # layers that keep casts of their weights, by where those lie in memory
 
     def wrap(self, index: int, block: StreamedBlock, forward: Callable[..., Any]) -> None:
@@ -123,6 +125,7 @@ class BlockCalls:
     ) -> Any:
         grad = torch.is_grad_enabled()
         refuse_unmerging(block.name, self._mergeable[index])
+        self._refuse_other_tensors(block)
         if self._loader.step is None:
             if grad:
                 raise StreamError(
@@ -136,8 +139,25 @@ class BlockCalls:
                 "'weights', or run under torch.no_grad()"
             )
         if grad and self._loader.activations is not None:
+            if self._buffered[index]:
+                compute = _with_buffers_of_forward(self._loader.where(index), self._buffered[index], compute)
             return self._loader.activations.run(index, compute, args, kwargs)
         return compute(args, kwargs)
+
+    def _refuse_other_tensors(self, block: StreamedBlock) -> None:
+        """Refuse tensors that other code has put in the place of Parameters: the streamed ones would replace them."""
+        is_in_step = self._loader.step is not None
+        for name, one in block.parameters.items():
+            for module, local in one.uses:
+                held = module._parameters.get(local)
+                if held is one.parameter or held is None:
+                    continue
+                if is_in_step if isinstance(held, nn.Parameter) else self._loader.span_of(held) is None:
+                    raise StreamError(
+                        f"{block.name}.{name}: its module holds another tensor than its Parameter (functional_call, or "
+                        "a weight that was replaced within a step), and the stream would compute with the Parameter; "
+                        "change Parameters between steps, or keep this block out of the stream"
+                    )
 
     def _compute(
         self,
@@ -156,16 +176,29 @@ class BlockCalls:
             weights = self._loader.weights(index, wraps=not block.module.training or self._stream.train == "nothing")
         if grad and self._training is not None:
             weights = weights | self._leaves(block, weights, self._training)
+        written, before = None, {name: (one.data_ptr(), one._version) for name, one in weights.items()}
         try:
             _put_into_modules(block, weights)
             with save_where_weights_lie(self._loader) if grad and settled is None else nullcontext():
                 output = forward(*args, **kwargs)
+            if settled is None:
+                self._loader.refuse_other_block(index)
         finally:
             try:
+                written = _written_to(block, weights, before)
                 _put_into_modules(block, None)
             except BaseException:  # Ctrl-C
                 block.put_back()
                 raise
+            if written is not None:
+                self._loader.drop(index)
+        if written is not None:
+            raise StreamError(
+                f"{self._loader.where(index)}: {written} is changed by the block's own forward, which has a copy on "
+                "the device, and the Parameter would stay as it is; change it between steps under torch.no_grad(), "
+                "after stream.synchronize(), or compute with a changed tensor (torch.nn.utils.parametrize)"
+            )
+        output = self._loader.kept_beyond(output)
         if self._stream._finite is not None and not in_backward():
             self._stream._finite.look_at(index, output)
         return output
@@ -190,6 +223,52 @@ def _put_into_modules(block: StreamedBlock, weights: Mapping[str, Tensor] | None
             module._parameters[local] = tensor
     for one in block.routed.values() if weights is None else ():
         one.put_back()  # Ctrl-C
+
+
+def _written_to(
+    block: StreamedBlock, weights: Mapping[str, Tensor], before: Mapping[str, tuple[int, int]]
+) -> str | None:
+    """What of the weights on the device the forward that has them wrote to, or put others in the place of."""
+    for name, one in block.parameters.items():
+        weight, (address, version) = weights[name], before[name]
+        is_other = any(module._parameters.get(local) is not weight for module, local in one.uses)
+        if is_other or weight.data_ptr() != address:
+            return name
+        if weight._version != version:  # of the buffer that all of them lie in
+            return "one of its weights"
+    return None
+
+
+def _with_buffers_of_forward(where: str, modules: Iterable[nn.Module], compute: Compute) -> Compute:
+    """A computation of a block that backward repeats with the buffers as the forward found them.
+
+    So the block computes the same, and what it counts or averages in buffers is not counted twice. Copies are kept of
+    all small buffers, for torch does not count what batch norms write.
+    """
+    buffers = [(one, name, buffer) for one in modules for name, buffer in one._buffers.items() if buffer is not None]
+    copies = [(one, name, buffer.clone()) for one, name, buffer in buffers if buffer.numel() <= MOST_KEPT_OF_A_BUFFER]
+    large = [(*one, one[2]._version) for one in buffers if one[2].numel() > MOST_KEPT_OF_A_BUFFER]
+
+    def run(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not in_backward():
+            output = compute(args, kwargs)
+            for module, name, buffer, version in large:
+                if module._buffers.get(name) is not buffer or buffer._version != version:
+                    raise StreamError(
+                        f"{where}: its forward changes the buffer {name}, which is too large to keep until backward "
+                        "computes the block again; stream without offload_activations"
+                    )
+            return output
+        now = [module._buffers.get(name) for module, name, _ in copies]
+        try:
+            for module, name, copy in copies:
+                module._buffers[name] = copy.clone()
+            return compute(args, kwargs)
+        finally:
+            for (module, name, _), current in zip(copies, now, strict=True):
+                module._buffers[name] = current
+
+    return run
 
 
 def _refuse_copy(name: str, _protocol: object) -> Any:

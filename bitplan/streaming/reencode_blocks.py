@@ -166,6 +166,14 @@ def refuse_unmerging(name: str, mergeable: Iterable[nn.Module]) -> None:
             )
 
 
+def _refuse_own(full_name: str, _gradients: object) -> None:
+    raise StreamError(
+        f"{full_name} has got a gradient from outside its block's forward (a penalty on weights, a hook on the block, "
+        "a call of a module within it), and such gradients do not train streamed weights; compute that in the block's "
+        "forward, give AdamWSettings(weight_decay=...) for a penalty, or keep this block out of the stream"
+    )
+
+
 class BlockUpkeep:
     """Keeps a stream's bytes on the host up to date with the model's parameters, and applies new formats and slots."""
 
@@ -186,6 +194,7 @@ class BlockUpkeep:
         self._unread: set[str] = set()  # blocks whose parameters always count as changed
         self._sent_from: dict[str, tuple[BlockLayout, Tensor, dict[str, Tensor]]] = {}  # of `_buffers_to_send`
         self._trees = {block.name: BlockTree(block, self._device) for block in blocks}
+        self._guards: dict[str, tuple[nn.Parameter, Any, RemovableHandle]] = {}  # by full name; see `_refuse_gradients`
         if self._training is not None:
             self._training.buffers_to_send = self._buffers_to_send
 
@@ -349,6 +358,9 @@ class BlockUpkeep:
     def close(self) -> None:
         """Free the host's memory of the stream."""
         self._sent_from.clear()
+        for _, _, hook in self._guards.values():
+            hook.remove()
+        self._guards.clear()
 
     def _stale(self, blocks: Iterable[StreamedBlock], formats: BlockFormats) -> list[StreamedBlock]:
         lost = {*self._host.lost(), *(() if self._training is None else self._training.unencoded)}
@@ -415,6 +427,21 @@ class BlockUpkeep:
         """Remember versions and addresses of a block's parameters, so that later changes are noticed."""
         self._seen[block.name] = _look_at_block(block)
         self._unread.discard(block.name)
+        self._refuse_gradients(block)
+
+    def _refuse_gradients(self, block: StreamedBlock) -> None:
+        """Refuse gradients of trained Parameters themselves: only those of a block's own forward train its weights."""
+        for name in () if self._training is None else self._training.trained_in(block.name):
+            parameter, full_name = block.parameters[name].parameter, f"{block.name}.{name}"
+            guarded, _, hook = self._guards.get(full_name, (None, None, None))
+            if guarded is parameter or not parameter.requires_grad:
+                continue
+            if hook is not None:
+                hook.remove()
+            with torch.enable_grad():
+                node: Any = parameter.expand_as(parameter).grad_fn
+                node = node.next_functions[0][0]  # it adds to .grad, and lives as long as it is held
+            self._guards[full_name] = parameter, node, node.register_prehook(functools.partial(_refuse_own, full_name))
 
     def _check(self, full_name: str, block: StreamedBlock, one: StreamedParameter, parameter: nn.Parameter) -> None:
         spec = self._specs[block.name][one.name]

@@ -34,6 +34,15 @@ class Spans:
         spans = sorted((one.data_ptr(), one.data_ptr() + one.nbytes) for one in buffers if one.nbytes)
         self.starts, self.ends = [start for start, _ in spans], [end for _, end in spans]
 
+    def start_of(self, tensor: Tensor) -> int | None:
+        """The address of the buffer that a tensor lies in; None if it lies elsewhere."""
+        try:
+            address = tensor.data_ptr()
+        except RuntimeError:  # a sparse tensor; asking for the layout of each would take longer than all else here
+            return None
+        at = bisect_right(self.starts, address) - 1
+        return self.starts[at] if at >= 0 and address < self.ends[at] else None
+
 
 class StreamedWeights(Protocol):
     """An object that knows where streamed weights lie, and loads them again."""
@@ -84,29 +93,36 @@ def save_where_weights_lie(source: StreamedWeights) -> torch.autograd.graph.save
     A block saves some sixty tensors, and each passes here twice: most are told from weights by their address alone.
     """
     outer = outer_hooks()
-    starts, ends = source.spans.starts, source.spans.ends
+    start_of = source.spans.start_of
 
     def pack(tensor: Tensor) -> Any:
-        try:
-            address = tensor.data_ptr()
-        except RuntimeError:  # a sparse tensor; asking for the layout of each would take longer than all else here
-            address = 0
-        at = bisect_right(starts, address) - 1
-        if at >= 0 and address < ends[at] and (owner := source.owner_of(starts[at])):
+        start = start_of(tensor)
+        if start is not None and (owner := source.owner_of(start)):
             layout = ViewLayout(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
             return SavedWeight(owner[0], owner[1], source.serial, layout)
-        return tensor if outer is None else _Passed(outer[0](tensor), outer[1])
+        return (tensor, tensor._version) if outer is None else _Passed(outer[0](tensor), outer[1])
 
     def unpack(saved: Any) -> Tensor:
-        if isinstance(saved, Tensor):
-            return saved
+        if type(saved) is tuple:
+            return _unwritten(*saved)
         if isinstance(saved, SavedWeight):
             block, in_scratch, serial, layout = saved
             return source.view(block, layout, in_scratch=in_scratch, serial=serial)
-        tensor: Tensor = saved.unpack(saved.value)
-        return tensor
+        passed: Tensor = saved.unpack(saved.value)
+        return passed
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _unwritten(tensor: Tensor, version: int) -> Tensor:
+    """A saved tensor; one that was written to since is refused, as torch does where no hooks are."""
+    if tensor._version != version:
+        raise StreamError(
+            "one of the variables needed for gradient computation in a streamed block has been modified by an inplace "
+            f"operation: {tuple(tensor.shape)} of {str(tensor.dtype).removeprefix('torch.')} is at version "
+            f"{tensor._version}, expected {version}; write x = x + y in place of x += y where x is needed as it was"
+        )
+    return tensor
 
 
 def in_backward() -> bool:

@@ -17,9 +17,11 @@ mark or a hook of autograd's. When they change, graphs that saved them are made 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from bitplan.base.errors import StreamError
 from bitplan.base.records import on_failure
@@ -28,7 +30,7 @@ from bitplan.streaming.saved_tensors import Spans, ViewLayout, refuse_second_der
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.transfer.activation_offload import ActivationOffload
-from bitplan.streaming.transfer.copies import Transfer, Turns, Worker, wait_for
+from bitplan.streaming.transfer.copies import Transfer, Turns, Worker, tensors_in, wait_for
 from bitplan.streaming.transfer.devices import StreamDevice
 from bitplan.streaming.transfer.host_memory import HostBlocks
 from bitplan.streaming.transfer.schedule import (
@@ -384,6 +386,37 @@ class WeightLoader:
             self.training.gradients.note_backward()
         self._acquire(block, wraps=False)
         return self._decoder.view(self.ring.scratch_of(block) if in_scratch else self._buffer, layout)
+
+    def span_of(self, tensor: Tensor) -> int | None:
+        """The address of the buffer of streamed weights that a tensor lies in; None if it lies elsewhere."""
+        return None if self._ring is None else self._ring.spans.start_of(tensor)
+
+    def kept_beyond(self, output: Any) -> Any:
+        """A block's output without views of its weights, whose memory soon holds another block's: these are copied."""
+        if isinstance(output, Tensor):
+            return output if self.span_of(output) is None else output.clone()
+        if all(self.span_of(one) is None for one in tensors_in(output)):
+            return output
+        kept = tree_map_only(Tensor, self.kept_beyond, output)
+        if any(self.span_of(one) is not None for one in tensors_in(kept)):
+            raise StreamError(
+                f"a block returns views of its weights in a {type(output).__name__}, and their memory soon holds "
+                "another block's; return .clone() of them"
+            )
+        return kept
+
+    def refuse_other_block(self, block: int) -> None:
+        """Refuse a block whose forward has called another one, which may lie now where its own weights were."""
+        if self._current != block and self._current is not None:
+            raise StreamError(
+                f"{self.where(block)}: its forward computed {self.names[self._current]}, too, which takes its place on "
+                "the device; call blocks one after the other, or give `blocks` that hold both"
+            )
+
+    def drop(self, block: int) -> None:
+        """Have a block loaded again, and its weights looked up anew: other code has written to them on the device."""
+        self.forget([block])
+        self._decoder.forget(self.layouts)
 
     def refuse_stale(self, name: str, serial: int) -> None:
         """Refuse a backward through weights that were saved in a step that has ended."""

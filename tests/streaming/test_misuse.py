@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -285,3 +286,175 @@ def test_the_function_is_found_where_its_options_are():
     from bitplan import streaming as package
 
     assert package.stream_blocks is bitplan.stream_blocks
+
+
+def edit_in_forward(how):
+    """A forward that changes a weight of its block before it computes."""
+
+    def change(block):
+        if how == "write":
+            with torch.no_grad():
+                block.up.weight.clamp_(-0.01, 0.01)
+        elif how == "data":
+            block.up.weight.data = block.up.weight.data.clamp(-0.01, 0.01)
+        else:
+            block.up.weight = nn.Parameter(block.up.weight.detach() * 2)
+
+    return change
+
+
+@pytest.mark.parametrize("how", ["write", "data", "replace"])
+@pytest.mark.parametrize("train", ["weights", "nothing"])
+def test_a_forward_that_changes_its_weights_is_refused_and_leaves_nothing_behind(how, train):
+    model, x = make_stack(adapters=False), batch(0)
+    with torch.no_grad():
+        expected = model(x)
+    block, forward, change = model.layers[1], model.layers[1].forward, edit_in_forward(how)
+    block.forward = lambda hidden: [change(block), forward(hidden)][1]
+    with streaming(model, train=train, slots=6) as stream:
+        for step in range(2):
+            stream.begin_step(step)
+            says = rf"layers\.1, step {step}: {'one of its weights' if how == 'write' else r'up.weight'} is changed by"
+            with torch.set_grad_enabled(train == "weights"), pytest.raises(StreamError, match=says):
+                model(x)
+        change = id
+        stream.begin_step(2)
+        with torch.set_grad_enabled(train == "weights"):
+            assert torch.equal(model(x), expected)
+
+
+def reach_weights(way, model):
+    """A loss that reads a trained weight of a block, but not within the block's forward."""
+    if way == "penalty":
+        return model(batch(0)).square().mean() + sum(one.square().sum() for one in model.parameters())
+    if way == "hook":
+        hook = model.layers[1].register_forward_hook(lambda block, _inputs, out: out * block.down.weight.mean())
+        loss = model(batch(0)).square().mean()
+        hook.remove()
+        return loss
+    return model.layers[1].down(torch.ones(2, 256)).sum()
+
+
+@pytest.mark.parametrize("way", ["penalty", "hook", "a module within"])
+def test_gradients_that_come_past_the_stream_are_refused(way):
+    model = make_stack(adapters=False)
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        stream.begin_step(0)
+        loss = reach_weights(way, model)
+        with pytest.raises(StreamError, match=r"layers\.\d\.\S+ has got a gradient from outside its block's forward"):
+            loss.backward()
+        model.layers[1].down.weight = nn.Parameter(model.layers[1].down.weight.detach() * 2)
+        stream.begin_step(1)  # the Parameter that came in its place is looked at, too
+        with pytest.raises(StreamError, match="has got a gradient from outside"):
+            reach_weights(way, model).backward()
+    reach_weights(way, model).backward()
+    assert model.layers[1].down.weight.grad is not None
+
+
+def test_other_tensors_in_the_place_of_parameters_are_refused():
+    model, x = make_stack(adapters=False), batch(0)
+    doubled = {name: one.detach() * 2 for name, one in model.named_parameters()}
+    with streaming(model, train="weights", optimizer=SETTINGS) as stream:
+        stream.begin_step(0)
+        for mode in (torch.enable_grad, torch.no_grad):
+            with mode(), pytest.raises(StreamError, match=r"layers\.0\.norm\.weight: .* another tensor .*functional_"):
+                torch.func.functional_call(model, doubled, (x,))
+        stream.begin_step(1)
+        model(x).mean().backward()
+        stream.end_step()
+        with torch.no_grad(), pytest.raises(StreamError, match="functional_call"):
+            torch.func.functional_call(model, doubled, (x,))
+
+
+class Learned(nn.Module):
+    """A block that hands on a weight of its own, expanded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.query = nn.Linear(8, 8), nn.Parameter(torch.randn(1, 8))
+
+    def forward(self, x):
+        return {"x": torch.tanh(self.linear(x)), "queries": [self.query.expand(len(x), -1), None]}
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Learned() for _ in range(6)])
+
+    def forward(self, x):
+        queries = []
+        for layer in self.layers:
+            out = layer(x)
+            x, queries = out["x"], [*queries, out["queries"][0]]
+        for query in queries:
+            x = x * query
+        return x
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_weights_that_a_block_returns_outlive_their_slot(offload):
+    torch.manual_seed(0)
+    model = Chain()
+    twin = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2, weight_decay=0.05, fused=True)
+    with streaming(model, train="weights", optimizer=SETTINGS, slots=2, offload_activations=offload) as stream:
+        for step in range(2):
+            stream.begin_step(step)
+            loss, expected = (one(batch(step)).square().mean() for one in (model, twin))
+            assert loss.item() == expected.item()
+            loss.backward(), expected.backward()
+            stream.end_step(), optimizer.step(), optimizer.zero_grad()
+        with torch.no_grad():
+            assert torch.equal(model(batch(9)), twin(batch(9)))
+    assert_equal(dict(model.named_parameters()), dict(twin.named_parameters()))
+
+
+def test_a_block_within_a_block_is_refused():
+    model = make_stack(adapters=False)
+    first, forward = model.layers[0], model.layers[0].forward
+    first.forward = lambda hidden: forward(hidden) + model.layers[2](hidden)
+    with (
+        streaming(model, train="nothing"),
+        torch.no_grad(),
+        pytest.raises(StreamError, match=r"layers\.0, outside a step: its forward computed layers\.2, too"),
+    ):
+        model(batch(0))
+
+
+def test_a_saved_tensor_that_is_written_to_is_refused_as_torch_does():
+    model = make_stack(adapters=True)
+    block = model.layers[1]
+    block.forward = lambda hidden: (out := torch.sigmoid(block.up(hidden)))[:, :128] * 2 + out.add_(1)[:, 128:]
+    for refused, within in ((RuntimeError, False), (StreamError, True)):
+        with streaming(model) if within else contextlib.nullcontext() as stream:
+            if within:
+                stream.begin_step(0)
+            with pytest.raises(refused, match="modified by an inplace operation"):
+                model(batch(0)).mean().backward()
+
+
+def test_sparse_gradients_are_refused_by_name():
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(8, 8, sparse=True)
+
+        def forward(self, x):
+            return x + self.words(torch.arange(5))
+
+    model = nn.Sequential(Words(), Words())
+    with streaming(model, blocks="*", train="weights", optimizer=SETTINGS, slots=2) as stream:
+        stream.begin_step(0)
+        with pytest.raises(StreamError, match=r"^1\.words\.weight, step 0: its gradient is sparse, .* sparse=True"):
+            model(batch(0)).mean().backward()
+
+
+def test_what_is_not_finite_is_seen_in_dicts_too():
+    model = Chain()
+    with streaming(model, train="nothing") as stream:
+        stream.begin_step(0)
+        with torch.no_grad():
+            model(batch(0) * float("nan"))
+        with pytest.raises(StreamError, match=r"layers\.0, step 0: its output holds NaN"):
+            stream.end_step(), stream.synchronize()

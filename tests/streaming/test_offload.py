@@ -433,3 +433,45 @@ def test_buffers_that_are_too_small_go_when_their_copies_are_done():
         activations._resize(2 * INPUT_BYTES)
         assert copies
         assert device.waited == copies
+
+
+class Counting(nn.Module):
+    """A block whose forward reads and changes buffers: spectral and batch norm, and a count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        return torch.tanh(self.norm(self.linear(x))) * (1 + self.calls)
+
+
+def test_buffers_that_a_forward_changes_are_changed_once():
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Counting() for _ in range(4)])
+    twin = copy.deepcopy(model)
+    with (
+        streaming(twin, blocks="*", train="weights", optimizer=SETTINGS) as stream,
+        offloading(model, blocks="*", train="weights", optimizer=SETTINGS) as offloaded,
+    ):
+        for step in range(3):
+            for one, of in ((model, offloaded), (twin, stream)):
+                of.begin_step(step)
+                loss = one(batch(step)).square().mean()
+                loss.backward(retain_graph=True)
+                loss.backward()
+                of.end_step()
+    assert model[0].calls == 3
+    assert_equal(model.state_dict(), twin.state_dict())
+
+
+def test_a_large_buffer_that_a_forward_changes_is_refused(monkeypatch):
+    monkeypatch.setattr("bitplan.streaming.block_stream.MOST_KEPT_OF_A_BUFFER", 0)
+    model = nn.Sequential(*[Counting() for _ in range(3)])
+    with offloading(model, blocks="*", train="weights", optimizer=SETTINGS) as stream:
+        stream.begin_step(0)
+        with pytest.raises(StreamError, match="0, step 0: its forward changes the buffer calls, which is too large"):
+            model(batch(0))

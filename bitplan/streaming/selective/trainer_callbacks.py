@@ -192,8 +192,15 @@ def trainer_callback(
             super().__init__()
             self.stream = steps.stream
             self._max_norm: float | None = None  # of the open step
+            self._unlimited: Any = None  # the arguments whose limit is switched off for it
+
+        def _give_limit_back(self) -> None:
+            if self._unlimited is not None:
+                self._unlimited.max_grad_norm = self._max_norm
+            self._max_norm = self._unlimited = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._give_limit_back()  # of a training that broke off within a step
             steps.check(kwargs.get("model"), args)
             if not state.global_step and steps.lacks_calibration:
                 steps.calibrate(kwargs["train_dataloader"], args.train_batch_size)
@@ -213,18 +220,18 @@ def trainer_callback(
                 )
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self._give_limit_back()
             steps.begin(state.global_step, kwargs.get("optimizer"))
             if steps.trains:
                 # The trainer would clip by the norm of the gradients on the device alone, and log it: we clip instead,
                 # for this step, or measure the norm of all.
-                self._max_norm, args.max_grad_norm = args.max_grad_norm, 0.0
+                self._max_norm, self._unlimited, args.max_grad_norm = args.max_grad_norm, args, 0.0
 
         def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             optimizer, limit = kwargs["optimizer"], self._max_norm or NO_LIMIT
             scaler = getattr(optimizer, "scaler", None)
             steps.before_optimizer(state.global_step, optimizer, scaler, limit, kwargs["model"].parameters())
-            if self._max_norm is not None:
-                self._max_norm, args.max_grad_norm = None, self._max_norm
+            self._give_limit_back()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             steps.end(state.global_step)

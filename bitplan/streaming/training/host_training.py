@@ -473,6 +473,11 @@ class HostTraining:
         """
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
+        if gradient.layout is not torch.strided:
+            raise StreamError(
+                f"{block}.{name}, step {gradients.step}: its gradient is sparse, and gradients go to the host whole; "
+                "make the layer without sparse=True, or keep this block out of the stream"
+            )
         if torch.is_grad_enabled():
             refuse_second_derivatives(f"{block}, step {gradients.step}")
         gradients.note_backward()

@@ -23,7 +23,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, NamedTuple, TypeVar, cast
@@ -101,7 +101,9 @@ class FiniteCheck:
 
     def look_at(self, block: int, output: Any) -> None:
         """Note whether a block's output is finite; queues two small kernels."""
-        for tensor in _float_tensors(output):  # detached: Ctrl-C could leave torch.no_grad() on for the rest of the run
+        for tensor in tensors_in(output):  # detached: Ctrl-C could leave torch.no_grad() on for the rest of the run
+            if not tensor.is_floating_point():
+                continue
             self._by_block[block].add_(tensor.detach().sum(dtype=torch.float32), alpha=0)  # infinity times 0 is NaN
 
     def look_at_gradients(self, numbers: Sequence[int], gradients: list[Tensor]) -> None:
@@ -153,13 +155,15 @@ def sums_of(tensors: list[Tensor]) -> list[Tensor]:
     return [one.sum(dtype=torch.float32) for one in tensors]
 
 
-def _float_tensors(output: Any) -> Iterator[Tensor]:
+def tensors_in(output: Any) -> Iterator[Tensor]:
+    """The tensors of a block's output, in whatever containers of Python and transformers it has."""
     if isinstance(output, Tensor):
-        if output.is_floating_point():
-            yield output
+        yield output
     elif isinstance(output, tuple | list):
         for item in output:
-            yield from _float_tensors(item)
+            yield from tensors_in(item)
+    elif isinstance(output, Mapping):
+        yield from tensors_in(list(output.values()))
 
 
 POLL_S = 0.05

@@ -321,6 +321,37 @@ def test_another_optimizer_of_a_trainer_trains_streamed_weights_and_goes_on(opti
         torch.testing.assert_close(weights[0][name], one, rtol=1e-4, atol=1e-5, msg=name)
 
 
+def test_a_training_that_broke_off_within_a_step_is_clipped_when_it_is_begun_again(tmp_path):
+    transformers = pytest.importorskip("transformers")
+
+    class Break(transformers.TrainerCallback):
+        def on_step_begin(self, args, state, control, **_):
+            if state.global_step == 1 and len(norms) < 1:
+                raise KeyboardInterrupt
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path),
+        max_steps=2,
+        max_grad_norm=0.1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    model, norms = Task("weights"), []
+    with maybe_streamed(model, "stack.layers.*", True, trainer_callback) as callbacks:
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows(), callbacks=[*callbacks, Break()])
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        norms.append(0.0)
+        training = callbacks[0].stream.training
+        clip = training.clip
+        training.__dict__["clip"] = lambda norm, also: [norms.append(norm), clip(norm, also)][1]
+        trainer.train()
+    assert norms == [0.0, 0.1, 0.1]
+    assert arguments.max_grad_norm == 0.1
+
+
 def test_trls_trainer_trains_streamed_weights_as_it_trains_others(tmp_path):
     trl = pytest.importorskip("trl", reason="TRL is not installed: SFTTrainer cannot be tried")
     datasets, transformers = pytest.importorskip("datasets"), pytest.importorskip("transformers")
