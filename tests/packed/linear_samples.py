@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bitplan.formats import Encoded
-from bitplan.formats.codec import decode, encode
+from bitplan.formats import Encoded, get_format
+from bitplan.formats.codec import decode
+from bitplan.formats.dispatch import encode
 
 FORMATS = ("mxfp4", "fp4_u8_g128", "nvfp4", "int8_row", "int8_g128", "int4_g32", "q4_0_gguf", "fp8_e4m3_row")
 # Unit roundoff of the type a result is rounded to; sums are float32's (2^-24).
@@ -18,7 +19,14 @@ def normal(*shape: int, seed: int = 1) -> Tensor:
 
 
 def packed(name: str, rows: int = 48, cols: int = 256, seed: int = 0) -> Encoded:
-    return encode(normal(rows, cols, seed=seed), name, pad="zero")
+    return pack(normal(rows, cols, seed=seed), name)
+
+
+def pack(x: Tensor, name: str) -> Encoded:
+    """A weight whose rows end within a block, as `pad="zero"` gives it, by a loop that asks for whole blocks."""
+    fmt, (rows, cols) = get_format(name), x.shape
+    filled = torch.nn.functional.pad(x, (0, fmt.padded_cols(cols) - cols))
+    return Encoded(fmt, (rows, cols), **encode(filled, fmt).parts)
 
 
 def exact_linear(x: Tensor, weight: Encoded, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -70,8 +70,8 @@ def test_a_cache_takes_the_bytes_that_its_formats_promise(llama: Any, formats: s
     llama.to(torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Mistral", "Gemma3"])
-@pytest.mark.parametrize("formats", ["int8", "int4", "keep:fp8", "keep"])
+@pytest.mark.cross("kind", ["Llama", "Qwen2", "Mistral", "Gemma3"])
+@pytest.mark.cross("formats", ["int8", "int4", "keep:fp8", "keep"])
 def test_token_by_token_gives_the_logits_of_one_pass(kind: str, formats: str) -> None:
     model = _gemma() if kind == "Gemma3" else tiny(kind, **({"sliding_window": 9} if kind == "Mistral" else {}))
     cache = KVCache(model.config, formats)

@@ -19,7 +19,7 @@ from bitplan.formats.gguf.grids import VECTOR_LAYOUTS
 from bitplan.formats.gguf.layouts import LAYOUTS
 from bitplan.packed.products import cpu_fused
 from bitplan.packed.products.cpu_fused import BLOCKS, BYTES, FORMATS, FusedOnCpu
-from tests.compiled_loops import compiled_loops as compiled_loops
+from tests.packed.linear_samples import pack
 
 UNIT = 2.0**-24
 
@@ -33,13 +33,6 @@ def _ours(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def packed(x: Tensor, name: str) -> Encoded:
-    """A weight whose rows end within a block, as `pad="zero"` gives it, by a loop that asks for whole blocks."""
-    fmt, (rows, cols) = get_format(name), x.shape
-    filled = torch.nn.functional.pad(x, (0, fmt.padded_cols(cols) - cols))
-    return Encoded(fmt, (rows, cols), **encode(filled, fmt).parts)
 
 
 def run(x: Tensor, weight: Encoded, bias: Tensor | None = None) -> Tensor:
@@ -68,7 +61,7 @@ def test_products_are_those_of_decoded_weights_in_float32(name: str) -> None:
         (5, 160, 9, 1),
         (4, 128, 1, 1),
     ):
-        weight = packed(normal(rows, cols), name)
+        weight = pack(normal(rows, cols), name)
         x, bias = normal(inputs, cols, seed=1), normal(rows, seed=2)
         with jit.use_threads(threads):
             check(run(x, weight, bias), x, weight, bias)
@@ -76,7 +69,7 @@ def test_products_are_those_of_decoded_weights_in_float32(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_last_block_that_is_not_whole_counts_as_far_as_it_goes(name: str) -> None:
-    weight, x = packed(normal(9, 203), name), normal(2, 203, seed=1)
+    weight, x = pack(normal(9, 203), name), normal(2, 203, seed=1)
     check(run(x, weight), x, weight)
 
 
@@ -86,7 +79,7 @@ def test_many_inputs_multiply_by_decoded_parts(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(cpu_fused, "MOST_IN_PANELS", 48)
     # rows that fill no group; a part of a row; panels of one and two vectors; more inputs than one turn takes
     for rows, cols, inputs, threads in ((37, 640, 55, 2), (5, 419, 5, 1)):
-        weight = packed(normal(rows, cols), name)
+        weight = pack(normal(rows, cols), name)
         x, bias = normal(inputs, cols, seed=1), normal(rows, seed=2)
         with jit.use_threads(threads):
             check(run(x, weight, bias), x, weight, bias)
@@ -96,7 +89,7 @@ def test_many_inputs_multiply_by_decoded_parts(name: str, monkeypatch: pytest.Mo
 def test_many_inputs_need_not_fill_vectors_nor_rows_registers(name: str) -> None:
     """A few inputs beyond whole vectors; rows that end within a register, and end right behind a part; no bias."""
     for rows, cols, inputs in ((33, 576, 17), (50, 528, 36), (18, 160, 29)):
-        weight, x = packed(normal(rows, cols), name), normal(inputs, cols, seed=1)
+        weight, x = pack(normal(rows, cols), name), normal(inputs, cols, seed=1)
         check(run(x, weight), x, weight)
 
 

@@ -65,9 +65,9 @@ def test_the_loop_equals_torchs_fused_adamw(count, gradient, sent):
 
 
 @pytest.mark.usefixtures("needs_bits")
-@pytest.mark.parametrize("count", [100, 256, 70_003])
-@pytest.mark.parametrize("gradient", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.cross("count", [100, 256, 7_003])
+@pytest.mark.cross("gradient", [torch.float32, torch.bfloat16])
+@pytest.mark.cross("is_split", [False, True])
 def test_the_loop_of_small_states_equals_its_definition(count, gradient, is_split):
     results = []
     for step_small in (adamw_loop.step_small_by_loop, step_small_by_torch):
