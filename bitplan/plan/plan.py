@@ -59,7 +59,7 @@ PART_KINDS: tuple[PartKind, ...] = get_args(PartKind)
 _OWN_FORMATS = {
     "product": re.compile(r"fp8:[a-z][a-z0-9_]{0,39}"),
     "gradient": re.compile(r"i8|i16"),
-    "state": re.compile(r"int8_root_b256|int16_remainder"),  # bitplan/streaming/training/adamw.py
+    "state": re.compile(r"int8_roots_b64|int16_remainder"),  # bitplan/streaming/training/adamw.py
 }
 # What decided, for code to read; people read the reason:
 #   forced   a force list                      default  what bitplan does with a tensor of this role and shape

@@ -42,7 +42,7 @@ Formats = Wanted | None
 Experts = Literal["all", "by use", "auto"]
 Moments = MomentFormat | Literal["auto"] | Mapping[str, MomentFormat]
 # Names in a plan of what is no format of stored tensors; `training.adamw` defines both.
-STATE_FORMATS = {"float32": "float32", "int8": "int8_root_b256"}
+STATE_FORMATS = {"float32": "float32", "int8": "int8_roots_b64"}
 SPLIT_MASTER = "int16_remainder"
 HOST_BYTES, FREE_SHARE = 16, 0.8  # a BF16 weight that is trained with moments in float32; of the memory that is free
 SMALLEST_IN_8_BITS = 4096  # numbers: smaller weights save nothing, and norms and biases mix kinds of numbers in a block
@@ -133,7 +133,7 @@ class StreamOptions:
                   rest of the backward, instead of after the step's last gradient. One backward a step, in one
                   process, without clipping or a GradScaler; a step that breaks off in its backward, or is not ended,
                   leaves weights of two steps, and a state must be loaded
-    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.03 bytes a weight instead of 8,
+    moments       with train="weights": AdamW's moments in "float32", or in "int8", in 2.13 bytes a weight instead of 8,
                   with the FP32 master of a BF16 weight in 2 bytes beside it instead of 4 (see `training.adamw`);
                   weights of fewer than 4,096 numbers keep float32. Or a mapping from patterns of names, first match
                   wins: {"*.mlp.*": "int8"}; what it does not name keeps float32. "auto": float32 where 16 bytes a

@@ -2,15 +2,15 @@
 
 A step is that of torch's fused AdamW, some numbers at a time. `adamw_loop` has the same in compiled loops, to the bit.
 
-The states can take little memory: moments 2.03 bytes a weight instead of 8, the FP32 master of a BF16 weight 2 bytes
-beside it instead of 4. A moment is cut into blocks of 256 numbers, and each has a scale, the largest magnitude in it,
+The states can take little memory: moments 2.13 bytes a weight instead of 8, the FP32 master of a BF16 weight 2 bytes
+beside it instead of 4. A moment is cut into blocks of 64 numbers, and each has a scale, the largest magnitude in it,
 in float32:
 
     first moment     code = sign(m) * round(127 * sqrt(|m| / scale))    m = sign(code) * (code / 127)^2 * scale
-    second moment    code = round(255 * sqrt(v / scale)), at least 1    v = (code / 255)^2 * scale
+    second moment    code = round(255 * sqrt(sqrt(v / scale))), at least 1    v = (code / 255)^4 * scale
 
-The square root gives small numbers of a block more codes. A second moment above 0 never becomes 0, which would make its
-step endless.
+Roots give small numbers of a block more codes; the second moment's numbers are squares, so they have two. A second
+moment above 0 never becomes 0, which would make its step endless.
 
 Codes are rounded up or down at random, so that their mean is the number: a second moment moves by a thousandth a step,
 far less than half a code, and would stand still if it were rounded to nearest. The random numbers depend on the weight,
@@ -157,7 +157,7 @@ def pieces(tensors: Sequence[Tensor], size: int) -> Iterator[list[Tensor]]:
 # ---- moments and masters in little memory ----------------------------------------------------------------------------
 
 
-BLOCK = 256
+BLOCK = 64
 FIRST_CODES, SECOND_CODES = 127, 255
 AT_A_TIME = 2**18  # numbers that are widened at a time: they stay in the processor's caches
 WORD = 2**32 - 1
@@ -192,8 +192,9 @@ class SmallMoments(NamedTuple):
 
     def read(self) -> tuple[Tensor, Tensor]:
         """Decode both moments to float32."""
-        first, second = self.first.float().div_(FIRST_CODES), self.second.float().div_(SECOND_CODES)
-        return _times(first.mul_(first.abs()), self.first_scales), _times(second.square_(), self.second_scales)
+        first, roots = self.first.float().div_(FIRST_CODES), self.second.float().div_(SECOND_CODES)
+        second = roots.square_().square_()
+        return _times(first.mul_(first.abs()), self.first_scales), _times(second, self.second_scales)
 
     def write(self, first: Tensor, second: Tensor, key: str | None = None, start: int = 0) -> None:
         """Encode numbers; they are overwritten.
@@ -206,7 +207,7 @@ class SmallMoments(NamedTuple):
         signs = first.sign()
         self.first.copy_(_codes(_roots(first.abs_(), self.first_scales), FIRST_CODES, up).mul_(signs))
         is_zero = second == 0
-        codes = _codes(_roots(second, self.second_scales), SECOND_CODES, second_up)
+        codes = _codes(_roots(second, self.second_scales).sqrt_(), SECOND_CODES, second_up)
         self.second.copy_(codes.clamp_(min=1).masked_fill_(is_zero, 0))
 
 

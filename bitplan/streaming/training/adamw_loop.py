@@ -238,7 +238,8 @@ def _step_small(
             share = F32(first[at + i]) / F32(FIRST_CODES)
             means[i] = share * abs(share) * first_scales[block]
             share = F32(second[at + i]) / F32(SECOND_CODES)
-            squares[i] = share * share * second_scales[block]
+            square = share * share
+            squares[i] = square * square * second_scales[block]
         _step(masters, gradient[at : at + BLOCK], means, squares, masters, False, factors)
         if is_split:
             for i in range(BLOCK):
@@ -256,6 +257,6 @@ def _step_small(
             code = I32(np.sqrt(abs(means[i]) / by) * F32(FIRST_CODES) + _random(position, seeds[0]))
             code = min(code, I32(FIRST_CODES))
             first[at + i] = np.int8(-code if means[i] < 0 else code)
-            code = I32(np.sqrt(squares[i] / second_by) * F32(SECOND_CODES) + _random(position, seeds[1]))
+            code = I32(np.sqrt(np.sqrt(squares[i] / second_by)) * F32(SECOND_CODES) + _random(position, seeds[1]))
             code = max(min(code, I32(SECOND_CODES)), I32(1))
             second[at + i] = np.uint8(code if squares[i] != 0 else I32(0))

@@ -26,8 +26,8 @@ def encoded(first, second, key=None):
     return moments
 
 
-@pytest.mark.parametrize("count", [1, 255, 256, 257, 1024])
-def test_codes_are_square_roots_in_blocks_of_256(count):
+@pytest.mark.parametrize("count", [1, 63, 64, 65, 1024])
+def test_codes_are_roots_in_blocks_of_64(count):
     first, second = torch.randn(count), torch.randn(count).square()
     second[0] = 0
     moments = encoded(first, second)
@@ -36,7 +36,7 @@ def test_codes_are_square_roots_in_blocks_of_256(count):
         m, v = (one[start : start + BLOCK].double() for one in (first, second))
         signed = m.sign() * (127 * (m.abs() / m.abs().max()).sqrt()).round()
         assert (moments.first[start : start + BLOCK] - signed).abs().max() <= 1e-3 * 127
-        roots = (255 * (v / max(v.max(), 1e-300)).sqrt()).round().clamp(min=1) * (v > 0)
+        roots = (255 * (v / max(v.max(), 1e-300)) ** 0.25).round().clamp(min=1) * (v > 0)
         assert (moments.second[start : start + BLOCK].double() - roots).abs().max() <= 1
     assert moments.second[0] == 0
 
@@ -52,7 +52,7 @@ def test_zeros_extremes_and_a_small_second_moment():
     assert all(not one.any() for one in zeros.read())
     first, second = encoded(torch.tensor([1e-38, -3e38]), torch.tensor([1e-30, 1.0])).read()
     assert first.tolist() == [0.0, pytest.approx(-3e38)]
-    assert second.tolist() == [pytest.approx(1 / 255**2), 1.0]  # above 0 stays above 0: no endless step
+    assert second.tolist() == [pytest.approx(1 / 255**4), 1.0]  # above 0 stays above 0: no endless step
 
 
 def test_the_largest_number_of_a_block_always_has_the_largest_code():
@@ -72,9 +72,9 @@ def test_codes_of_a_part_are_those_of_the_whole():
 
 def test_random_rounding_has_the_right_mean_and_is_the_same_again():
     numbers = torch.rand(BLOCK) + 1e-3
-    rows = torch.stack([encoded(numbers, numbers, key=f"weight {step} 0").read()[1].sqrt() for step in range(400)])
-    assert (rows.mean(0) - numbers.sqrt()).abs().max() < 5 * (1 / 255) / 2 / 400**0.5
-    assert torch.equal(rows[7], encoded(numbers, numbers, key="weight 7 0").read()[1].sqrt())
+    rows = torch.stack([encoded(numbers, numbers, key=f"weight {step} 0").read()[1] ** 0.25 for step in range(400)])
+    assert (rows.mean(0) - numbers**0.25).abs().max() < 5 * (1 / 255) / 2 / 400**0.5
+    assert torch.equal(rows[7], encoded(numbers, numbers, key="weight 7 0").read()[1] ** 0.25)
 
 
 def test_a_second_moment_grows_though_every_growth_is_less_than_a_code():
@@ -96,11 +96,11 @@ def test_bytes_on_the_host_are_those_stated(moments, at_most):
         count = sum(one.numel() for one in model.layers.parameters())
         assert at_most - 0.5 < bytes_of(model.layers, stream._host, stream.training) / count <= at_most
         stated = {key: nbytes / count for key, nbytes in stream.training.host_bytes.items()}
-    expected = {"masters": 4, "states": 8} if moments == "float32" else {"masters": 2.02, "states": 2.08}
+    expected = {"masters": 4, "states": 8} if moments == "float32" else {"masters": 2.02, "states": 2.17}
     assert stated == pytest.approx({**expected, "gradients": 2}, abs=0.02)
 
 
-@pytest.mark.parametrize(("free", "fmt"), [(10**9, "float32"), (10**5, "int8_root_b256")])
+@pytest.mark.parametrize(("free", "fmt"), [(10**9, "float32"), (10**5, "int8_roots_b64")])
 def test_auto_goes_by_the_memory_that_is_free(free, fmt, monkeypatch):
     monkeypatch.setattr(options, "free_memory", lambda: free)
     model = make_stack(adapters=False, count=1, dtype=torch.bfloat16)
@@ -116,7 +116,7 @@ def test_moments_are_chosen_by_weight_and_are_in_the_plan():
         plan = stream.plan
         assert plan["layers.0.up.weight"].format == "bfloat16"
         assert plan.entries["layers.0.up.weight"].kind == "wire"
-        assert plan["layers.0.up.weight.moments"].format == "int8_root_b256"
+        assert plan["layers.0.up.weight.moments"].format == "int8_roots_b64"
         assert plan["layers.0.up.weight.master"].format == "int16_remainder"
         assert plan["layers.0.up.weight.gradient"].format == "bfloat16"
         vector = plan["layers.0.norm.bias.moments"]
