@@ -949,9 +949,21 @@ class HostTraining:
         return self._in_turn(lambda: {key: self._gathered(weight, part) for key, part in tensors.items()})
 
     def give_parts(self) -> None:
-        """Take part in `read_tensors` of every weight, for processes that write them; keep none."""
-        for weight in self.trained().values() if self.is_sharded else ():
-            self.read_tensors(weight)
+        """Take part in `read_shapes` and `read_tensors` of every weight, for processes that write them; keep none."""
+        if self.is_sharded:
+            self.read_shapes()
+            for weight in self.trained().values():
+                self.read_tensors(weight)
+
+    def read_shapes(self) -> dict[str, dict[str, tuple[int, ...]]]:
+        """Shapes of what `read_tensors` returns, by weight; where weights are divided all processes must call it."""
+        return {name: self._shapes_of(weight) for name, weight in self.trained().items()}
+
+    def _shapes_of(self, weight: TrainedWeight) -> dict[str, tuple[int, ...]]:
+        if not self.is_sharded or weight.owner is not None:
+            return {key: tuple(one.shape) for key, one in self.read_tensors(weight).items()}
+        states = weight.read_states().items()  # of a slice, or counts
+        return {MASTER: weight.shape, **{key: weight.shape if one.dim() else () for key, one in states}}
 
     def _gathered(self, weight: TrainedWeight, part: Tensor) -> Tensor:
         if part.dim() == 0:  # a count

@@ -33,6 +33,7 @@ from bitplan.files.safetensors import SafetensorsFile, write_safetensors
 from bitplan.plan.names import listed
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.host_training import HostTraining
+from bitplan.streaming.training.processes import PeerLostError
 from bitplan.streaming.training.trained_weight import MASTER, MOMENTS, TrainedWeight
 
 DOCUMENT, VERSION = "bitplan-streamed-training", 1
@@ -109,24 +110,22 @@ def read_training(
 def write_training(path: str | Path, training: HostTraining, formats: Mapping[str, str]) -> None:
     """Write the document as a safetensors file, whole or not at all.
 
-    Tensors are read weight by weight, for in float32 all may be larger than the states; divided ones, for which other
-    processes wait, before anything is written.
+    Tensors are read weight by weight, for in float32 all may be larger than the states. Where they are divided and
+    writing fails, those to come are read all the same: other processes wait for it.
     """
-    weights, ready = training.trained(), {}
-    if training.is_sharded:
-        ready = {name: training.read_tensors(weight) for name, weight in weights.items()}
-    parts = {
-        name: {key: tuple(one.shape) for key, one in (ready.get(name) or training.read_tensors(weight)).items()}
-        for name, weight in weights.items()
-    }
-    entries = [(f"{name}.{key}", torch.float32, shape) for name, keys in parts.items() for key, shape in keys.items()]
-    owners = {f"{name}.{key}": (name, key) for name, keys in parts.items() for key in keys}
-    metadata = {METADATA: json.dumps(_without_tensors(training, formats), allow_nan=False)}
-    with write_safetensors(path, entries, metadata) as writer:
-        for entry in writer.order:
-            name, key = owners[entry]
-            tensors = ready.get(name) or training.read_tensors(weights[name])
-            writer.write(entry, tensors[key].float().contiguous())
+    shapes, metadata = training.read_shapes(), json.dumps(_without_tensors(training, formats), allow_nan=False)
+    entries = [(f"{name}.{key}", torch.float32, shape) for name, keys in shapes.items() for key, shape in keys.items()]
+    to_come = iter(training.trained().items())
+    try:
+        with write_safetensors(path, entries, {METADATA: metadata}) as writer:
+            for name, weight in to_come:
+                for key, tensor in training.read_tensors(weight).items():
+                    writer.write(f"{name}.{key}", tensor.float().contiguous())
+    except Exception as error:
+        if training.is_sharded and not isinstance(error, PeerLostError):
+            for _name, weight in to_come:
+                training.read_tensors(weight)
+        raise
 
 
 def load_training(path: str | Path) -> dict[str, Any]:

@@ -5,24 +5,28 @@ from __future__ import annotations
 import os
 import pickle
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bitplan.base import process_status
-from bitplan.base.errors import StreamError
+from bitplan.base.errors import BitplanError, StreamError
 from bitplan.streaming.block_stream import BlockStream
 from bitplan.streaming.selective.trainer_callbacks import lightning_callback, trainer_callback
 from bitplan.streaming.training import processes
 from bitplan.streaming.training.adamw import AdamWSettings
 from bitplan.streaming.training.optimizers import Settings
+from bitplan.streaming.training.trained_weight import TrainedWeight
 from tests.processes import SERVER
 from tests.streaming.stream_samples import batch, bytes_of, make_stack, streaming
 
@@ -245,6 +249,40 @@ def resume(rank: int, _count: int, optimizer: Settings = SETTINGS) -> Result:
                     backward(other, batch(10 * step + rank))
             results[name] = tensors_of(stream)
     return results
+
+
+def save(rank: int, _count: int, **options: Any) -> Result:
+    """Process 0 writes divided states, first where it cannot, and holds those of two weights at most."""
+    model = frozen_outside(make_stack(adapters=False, count=2))
+    with streaming(model, train="weights", shard_optimizer=True, **options) as stream:
+        with one_step(stream, 0):
+            backward(model, batch(rank))
+        stream.synchronize()
+        if rank:
+            stream.save(None)
+            stream.save(None)
+            return {"tensors": tensors_of(stream)}
+        training, held = stream.training, [0]
+        assert training is not None
+        read_tensors = training.read_tensors
+        gathered: list[weakref.ref[Tensor]] = []
+
+        def watched(weight: TrainedWeight) -> dict[str, Tensor]:
+            held.append(sum(one() is not None for one in gathered))
+            tensors = read_tensors(weight)
+            gathered.extend(weakref.ref(one) for one in tensors.values())
+            return tensors
+
+        with TemporaryDirectory() as folder:
+            try:
+                stream.save(Path(folder) / "missing" / "state.safetensors")
+            except BitplanError as error:
+                refused = str(error)
+            training.read_tensors = watched  # type: ignore[method-assign]
+            stream.save(Path(folder) / "state.safetensors")
+            del training.read_tensors
+            saved = load_file(Path(folder) / "state.safetensors")
+        return {"tensors": tensors_of(stream), "saved": saved, "refused": refused, "held": max(held)}
 
 
 def clip_too_early(_rank: int, _count: int) -> Result:

@@ -42,6 +42,8 @@ JOBS = {
     "nan": ("meet_nan", {}),
     "overflow": ("overflow", {}),
     "resume": ("resume", {}),
+    "save": ("save", {"optimizer": SETTINGS, "moments": "int8"}),
+    "save muon": ("save", {"optimizer": MUON}),
     "too early": ("clip_too_early", {}),
     "adapters": ("train_adapters", {}),
     "subgroup": ("stream_in_a_subgroup", {}),
@@ -187,6 +189,15 @@ def test_sharded_moments_are_saved_whole(two):
     for one in two["resume"]:
         assert_equal(one["sharded"], expected)
         assert_equal(one["whole"], expected)
+
+
+@pytest.mark.parametrize("kind", ["save", "save muon"])
+def test_divided_states_are_written_weight_by_weight_and_a_failure_leaves_nobody_waiting(two, kind):
+    tensors, first = of_all(two[kind]), two[kind][0]
+    assert_equal(first["saved"], tensors)
+    assert "missing" in first["refused"]
+    if kind == "save":  # Muon's momentum is not copied in the process that keeps it
+        assert first["held"] <= 3  # a master and two moments
 
 
 def test_a_backward_after_clipping_is_refused(two):
