@@ -7,7 +7,7 @@ output takes its final name only when it is complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -331,7 +331,7 @@ class Quantization(Closing):
             require_scale(rounded, f"{self.report.source}: {name}")
         with ExitStack() as opened:
             self._on_tensor = on_tensor
-            how = Conversion(self.plan.pad, scale_rule, nonfinite, frozenset(filter(self._is_turned, self._file.specs)))
+            how = Conversion(self.plan.pad, scale_rule, nonfinite, frozenset(self._packed_shapes))
             self._encoder = TensorEncoder(self._file, how, evidence, opened)
             if self._encoder.evidence is not None:
                 packed = (name for name in self._file.specs if not get_format(self.plan[name].format).is_cast)
@@ -493,7 +493,7 @@ class Quantization(Closing):
 
 @dataclass(frozen=True)
 class Conversion:
-    """How all tensors of a quantization are encoded; `transposed` names those whose last two axes change places."""
+    """How all tensors of a quantization are encoded; `transposed` names those that are packed as their transpose."""
 
     pad: Literal["zero"] | None
     scale_rule: ScaleRule | None
@@ -509,7 +509,9 @@ class TensorEncoder:
     ) -> None:
         self._file, self._how, self._opened = file, how, opened or ExitStack()
         statistics = None if evidence is None else self._opened.enter_context(open_evidence(evidence))
-        self.evidence: WeightEvidence | None = None if statistics is None else _evidence_for(statistics, file)
+        self.evidence: WeightEvidence | None = None
+        if statistics is not None:
+            self.evidence = _evidence_for(statistics, file, how.transposed)
 
     @property
     def files(self) -> Sequence[Path]:
@@ -523,8 +525,10 @@ class TensorEncoder:
         """Whether a job (tensor, format) copies the tensor's bytes: no format is wanted, or it has it already."""
         name, fmt = job
         spec = self._file.spec(name)
-        is_same = spec.encoded and spec.format == fmt and spec.transposed == (name in self._how.transposed)
-        return fmt is None or is_same
+        return fmt is None or (spec.encoded and spec.format == fmt and spec.transposed == self._turns(name, fmt))
+
+    def _turns(self, name: str, fmt: str) -> bool:
+        return name in self._how.transposed and not get_format(fmt).is_cast
 
     def make(self, job: tuple[str, str | None]) -> tuple[Tensor | Encoded, dict[str, Any]]:
         """Encode a job's (name, format), or read it as it is; returns tensor and figures for the report's row."""
@@ -537,7 +541,7 @@ class TensorEncoder:
             return file.read(name), _lost(None)
         fmt, where = get_format(fmt_name), f"{file.path}: {name}"
         numbers = file.read_float(name)
-        if name in how.transposed:
+        if self._turns(name, fmt_name):
             numbers = numbers.mT.contiguous()
         figures: dict[str, Any] = {}
         owner = file.tied.get(name, name)
@@ -601,10 +605,10 @@ def _fitted(fmt: Wanted, file: TensorFile) -> Wanted:
     return fit_names(fmt, file)
 
 
-def _evidence_for(statistics: EvidenceFile, file: TensorFile) -> WeightEvidence:
+def _evidence_for(statistics: EvidenceFile, file: TensorFile, transposed: Collection[str]) -> WeightEvidence:
     """Statistics for a file's tensors, under its own names or, where it has none of them, under GGUF's."""
     if not statistics.names.isdisjoint((*file.specs, *file.tied)):
-        return evidence_for(statistics, file)
+        return evidence_for(statistics, file, transposed=transposed)
     from bitplan.files.engines.gguf_source import evidence_of
 
     return evidence_of(statistics, file)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -145,9 +145,16 @@ class WeightEvidence:
 
 
 def evidence_for(
-    statistics: EvidenceFile, file: TensorFile, other_names: Mapping[str, OtherName] | None = None
+    statistics: EvidenceFile,
+    file: TensorFile,
+    other_names: Mapping[str, OtherName] | None = None,
+    *,
+    transposed: Collection[str] = (),
 ) -> WeightEvidence:
-    """Statistics for a file's tensors, also under `other_names`; refuses those of other names or columns."""
+    """Statistics for a file's tensors, also under `other_names`; refuses those of other names or columns.
+
+    transposed   tensors that are rounded as the transpose of the model's
+    """
     with_statistics = statistics.names
     names: dict[str, OtherName] = {}
     stacks: set[str] = set()
@@ -173,13 +180,17 @@ def evidence_for(
             "here; statistics of GGUF's names are for GGUF files"
         )
     for name, (named, _, _) in names.items():
-        shape, columns = file.specs[name].shape, statistics.columns(expert_name(named, 0) if name in stacks else named)
+        shape, columns = (
+            file.specs[name].shape_in_model,
+            statistics.columns(expert_name(named, 0) if name in stacks else named),
+        )
         if name in stacks and expert_name(named, shape[0] - 1) not in with_statistics:
             raise StoreError(
                 f"{statistics.path}: evidence of another model: it has statistics of fewer experts of {named!r} than "
                 f"the {shape[0]} that {file.path} has; give the evidence of this model"
             )
-        wide = shape[1:] if name in stacks else (math.prod(shape[-1:]), math.prod(shape[1:]))
+        of_matrix = shape[:1] if name in transposed else (math.prod(shape[-1:]), math.prod(shape[1:]))
+        wide = shape[1:] if name in stacks else of_matrix
         if columns not in wide:  # of a matrix, or a convolution seen as one; of experts, which may lie transposed
             raise StoreError(
                 f"{statistics.path}: evidence of another model: {named!r} has statistics of {columns} columns, "

@@ -30,6 +30,7 @@ from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.quant_experts import QuantExperts
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.plan.plan import Plan
+from bitplan.plan.structure.describe import is_product
 
 
 def round_inputs(model: nn.Module, inputs: Inputs) -> list[str]:
@@ -195,7 +196,7 @@ def round_linear_inputs(model: nn.Module, inputs: Inputs, *, keep: Collection[st
 
     inputs   one format for all, except those whose weights are in `keep`; or formats by names of weights
     """
-    linears = {f"{path}.weight": module for path, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {f"{path}.weight": module for path, module in model.named_modules() if is_product(module)}
     if not isinstance(inputs, Mapping):
         formats = {name: input_format(inputs) for name in linears if name not in keep}
     else:

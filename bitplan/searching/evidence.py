@@ -52,6 +52,7 @@ from bitplan.formats import get_format
 from bitplan.formats.elements import ITEM_BYTES
 from bitplan.formats.input_formats import input_format
 from bitplan.plan.names import natural_order, split_layer
+from bitplan.plan.structure.families import row_of
 from bitplan.searching.goal import EvidenceFileError
 
 DOCUMENT = "bitplan-evidence"
@@ -429,8 +430,9 @@ def by_part(groups: Iterable[str]) -> dict[str, list[str]]:
 
 
 def place_of(group: str) -> tuple[str, str]:
-    """The layer's number and the projection, for a table of layer by projection; no number: '' and the name."""
-    _, layer, after = split_layer(f"{group}.")
-    if not layer:
-        return "", group.rpartition(".")[2]
-    return layer, after.strip(".").rpartition(".")[2]
+    """The layer's number and the projection, for a table of layer by projection; no number: '' and the name.
+
+    A projection has two words where one does not tell it from another: GPT-2's attn.c_proj and mlp.c_proj.
+    """
+    layer, row, two = split_layer(f"{group}.")[1], row_of(group), ".".join(group.split(".")[-2:])
+    return layer, two if row is not None and two in row.names else group.rpartition(".")[2]

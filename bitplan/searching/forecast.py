@@ -32,6 +32,8 @@ from bitplan.base.hardware import free_memory
 from bitplan.base.logs import JsonLog
 from bitplan.formats.dispatch import parts_of
 from bitplan.packed.language.perplexity import MADE_AT_ONCE, measure_perplexity
+from bitplan.packed.layer_replacement import packed_shape
+from bitplan.plan.structure.describe import is_product
 from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.weights import round_weight
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE
@@ -355,9 +357,16 @@ def _width(subject: SearchSubject) -> int:
 def _gathering(subject: SearchSubject, windows: Sequence[Tensor]) -> int:
     runner, width, length = subject.runner, _width(subject), max(map(len, windows))
     states = 4 * STATES_COPIES * min(AT_ONCE, sum(map(len, windows))) * width
-    layers = [[module for module in block.modules() if isinstance(module, nn.Linear)] for block in runner.blocks]
-    sums = max((sum(_sums(linear) for linear in block) for block in layers), default=0) + 4 * width**2
-    through = max((sum(linear.in_features + linear.out_features for linear in block) for block in layers), default=0)
+    shapes = [
+        [
+            packed_shape(module, "weight", tuple(module.get_parameter("weight").shape))
+            for module in block.modules()
+            if is_product(module)
+        ]
+        for block in runner.blocks
+    ]
+    sums = max((sum(_sums(*shape) for shape in block) for block in shapes), default=0) + 4 * width**2
+    through = max((sum(map(sum, block)) for block in shapes), default=0)
     graph = 4 * BATCH * (GRAPH_COPIES * through + 3 * length * max(1, width // HEAD))
     tokens = length * len(windows) if not runner.blocks else min(length, max(1, LOGITS_AT_ONCE // runner.vocabulary))
     logits = 4 * LOGITS_COPIES * tokens * runner.vocabulary
@@ -366,9 +375,8 @@ def _gathering(subject: SearchSubject, windows: Sequence[Tensor]) -> int:
     return max(states + sums + max(4 * _in_largest_block(subject) + graph, logits), hashed)
 
 
-def _sums(layer: nn.Linear) -> int:
-    outputs = layer.out_features if layer.out_features <= MOST_OUTPUTS else 0
-    return 4 * (layer.in_features**2 + outputs**2)
+def _sums(outputs: int, inputs: int) -> int:
+    return 4 * (inputs**2 + (outputs if outputs <= MOST_OUTPUTS else 0) ** 2)
 
 
 def _rounding(subject: SearchSubject, threads: int, at_once: int) -> int:

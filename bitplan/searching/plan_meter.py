@@ -445,7 +445,7 @@ def _predicted(meter: PlanMeter, weights: Mapping[str, Sequence[str]], rounded: 
         def see(layer: nn.Module, args: tuple[Any, ...]) -> None:
             x = args[0].detach().float()
             weight: Any = layer.weight
-            change = linear(round_input(x, rounded) - x, weight.float()).flatten(0, -2)
+            change = linear(round_input(x, rounded) - x, sites[name].turned(weight).float()).flatten(0, -2)
             sums[name] = sums.get(name, torch.zeros((), device=x.device)) + change.square().sum(0).double()
             tokens[name] = tokens.get(name, 0) + len(change)
 

@@ -50,7 +50,7 @@ from bitplan.plan.format_choices import choose_formats
 from bitplan.plan.manifest import shipped_manifest
 from bitplan.plan.names import natural_order, split_layer
 from bitplan.plan.plan import Plan, Planned
-from bitplan.plan.structure.describe import describe
+from bitplan.plan.structure.describe import describe, is_product
 from bitplan.plan.structure.families import GGUF_MANIFESTS, joined_name
 from bitplan.plan.structure.model_view import ModelView
 from bitplan.plan.structure.parameters import named_parameters_of
@@ -426,6 +426,7 @@ def subject_of(
     path: str | Path | None = None,
     read: Callable[[str], Tensor] | None = None,
     slices: Mapping[str, ExpertSlice] | None = None,
+    renamed: Mapping[str, str] | None = None,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
     device: torch.device | str | None = None,
@@ -435,6 +436,7 @@ def subject_of(
     path     the file or folder that the model came from; names and stored types are then the file's
     read     gives the numbers of a parameter by its name; without it they are the model's own
     slices   tensors of the file that are single experts in a stack of the model
+    renamed  the model's names of parameters that have others in the file
     device   where to compute; without it, where the model is
     """
     model.eval()
@@ -446,7 +448,7 @@ def subject_of(
         names, where = {name: name for name in tensors}, type(model).__name__
     else:
         tensors, names = _of_file(model, Path(path))
-        names |= {name: expert.stack for name, expert in (slices or {}).items()}
+        names |= {**(renamed or {})} | {name: expert.stack for name, expert in (slices or {}).items()}
         where = str(path)
     plan = choose_formats(tensors, ANY_ROWS, keep=keep, only=only, pad=True, where=where)
     stored = choose_formats(tensors, {"*": None}, where=where)
@@ -508,7 +510,7 @@ def _split(
     for name, entry in plan.entries.items():
         parameter = by_name.get(names.get(name, ""))
         modules = [] if parameter is None else users[id(parameter)]
-        linears = tuple(module for module in modules if _is_product(module))
+        linears = tuple(module for module in modules if is_product(module))
         embeddings = tuple(module for module in modules if isinstance(module, nn.Embedding))
         reason, free = entry.choice.reason, _may_change(entry)
         if free and name in slices:
@@ -532,11 +534,6 @@ def _split(
             reason = UNKNOWN_LAYER
         stays[name] = _staying(stored, name, entry.role, reason)
     return sites, stays
-
-
-def _is_product(module: nn.Module) -> bool:
-    """Whether a module multiplies its input by its weight, in one way or the other."""
-    return isinstance(module, nn.Linear) or packed_kind(module, "weight") == "QuantLinear"
 
 
 def _may_change(entry: Planned) -> bool:
@@ -719,7 +716,14 @@ def _read_model(
         if piece.item is not None
     }
     subject = subject_of(
-        on_disk.lm.model, path=path, read=on_disk.read, slices=slices, keep=keep, only=only, device=device
+        on_disk.lm.model,
+        path=path,
+        read=on_disk.read,
+        slices=slices,
+        renamed=on_disk.renamed,
+        keep=keep,
+        only=only,
+        device=device,
     )
     require_causal(on_disk.lm, subject.logits)
     return on_disk.lm, subject
@@ -756,6 +760,12 @@ class ModelOnDisk:
             for piece in recipe.pieces
             if piece.item is not None
         }
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """The model's names of tensors that have others in the file, such as those of a model without its head."""
+        whole = {recipe.pieces[0]: target for target, recipe in self._recipes.items() if recipe.is_one}
+        return {piece.name: target for piece, target in whole.items() if piece.item is None and piece.name != target}
 
     def read(self, name: str) -> Tensor:
         """A parameter by its name in the model, in the type of the file."""

@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
-from bitplan import describe
-from bitplan.files.input_statistics import EvidenceFile
+from bitplan import apply_plan, dequantize, describe, open_tensors, quantize_file
+from bitplan.files.input_statistics import EvidenceFile, weight_digest, write_evidence
+from bitplan.formats.codec import decode, encode
 from bitplan.packed.checkpoints.causal_lm import load_causal_lm
 from bitplan.packed.language.own_text import write_own_text
+from bitplan.packed.rounded_inputs import round_linear_inputs
 from bitplan.searching import searched_model
 from bitplan.searching.collect import gather_evidence
+from bitplan.searching.evidence import place_of
 from bitplan.searching.goal import Advance, SearchError
-from bitplan.searching.searched_model import group_tensors, groups_seen, prepare
-from tests.files.engines.tiny_models import LETTERS, save_tiny
+from bitplan.searching.searched_model import group_tensors, groups_seen, open_subject, prepare
+from tests.files.engines.tiny_models import LETTERS, save_tiny, save_tokenizer
 from tests.plan.structure import handwritten_models as models
 
 
@@ -64,6 +72,74 @@ def test_without_a_view_the_table_of_names_decides() -> None:
 
 LETTERS_OF_TEXT = torch.randint(26, (800,), generator=torch.Generator().manual_seed(0)).tolist()
 TEXT = "".join(LETTERS[number] for number in LETTERS_OF_TEXT)
+
+
+def gpt2() -> Any:
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 96, "n_positions": 16}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, initializer_range=0.2)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def test_matrices_that_lie_transposed_are_searched_as_outputs_by_inputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = gpt2()
+    with redirect_stderr(io.StringIO()):
+        model.transformer.save_pretrained(tmp_path)  # names of a model without its head, as GPT-2's own folder has them
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_tokenizer(tmp_path)
+    name, matrix = "h.0.attn.c_attn.weight", model.transformer.h[0].attn.c_attn.weight.detach()
+    subject = open_subject(tmp_path, None)
+    assert {site.shape for site in subject.sites.values() if site.transposed} == {
+        (96, 32),
+        (32, 32),
+        (128, 32),
+        (32, 128),
+    }
+    assert torch.equal(subject.weight(name), matrix.T)
+    assert subject.digests()[name] == weight_digest(matrix.T)
+    ids, numbers = torch.arange(8)[None], decode(encode(matrix.T.contiguous(), "int4_g32"))
+    with torch.no_grad():
+        matrix.copy_(numbers.T)  # the parameter's own numbers
+        torch.testing.assert_close(subject.logits(ids, {name: numbers}), model(ids).logits)
+    assert [place_of(f"h.0.{part}.c_proj") for part in ("attn", "mlp")] == [("0", "attn.c_proj"), ("0", "mlp.c_proj")]
+
+
+def test_transposed_matrices_are_rounded_by_their_inputs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = gpt2()
+    with redirect_stderr(io.StringIO()):
+        model.save_pretrained(tmp_path / "gpt2")
+    name, matrix = "transformer.h.0.mlp.c_proj.weight", model.transformer.h[0].mlp.c_proj.weight.detach()
+    inputs = torch.randn(300, 128) @ torch.randn(128, 128)
+    with write_evidence(tmp_path / "evidence.safetensors", {f"{name}.hessian": (128, 128)}) as out:
+        out.write(f"{name}.hessian", inputs.T @ inputs)
+    errors = []
+    for evidence, output in (
+        (None, "near"),
+        (tmp_path / "evidence.safetensors", "rounded"),
+        (None, "near.safetensors"),
+    ):
+        quantize_file(tmp_path / "gpt2", tmp_path / output, "int4_g32", evidence=evidence)
+        with open_tensors(tmp_path / output) as file:
+            assert file.spec(name).shape == (32, 128)
+            errors.append(float((inputs @ (file.read_float(name) - matrix)).square().sum()))
+    assert errors[1] < 0.5 * errors[0] == 0.5 * errors[2]
+
+
+def test_decoded_layers_that_lie_transposed_round_their_inputs() -> None:
+    torch.manual_seed(0)
+    model = gpt2()
+    packed, ids = copy.deepcopy(model), torch.arange(8)[None]
+    apply_plan(packed, {"*.c_*.weight": "int8_row", "*": "float32"}, inputs="int8_row")
+    plain = copy.deepcopy(packed)
+    dequantize(plain)
+    names = [name for name, _ in model.named_parameters() if ".c_" in name and name.endswith("weight")]
+    with torch.no_grad():
+        exact = plain(ids).logits
+        assert len(round_linear_inputs(plain, dict.fromkeys(names, "int8_row"))) == 4
+        torch.testing.assert_close(plain(ids).logits, packed(ids).logits, rtol=1e-4, atol=1e-4)
+        assert not torch.allclose(exact, plain(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_text_that_the_model_writes_stands_beside_the_given_in_the_statistics_alone(tmp_path: Path) -> None:

@@ -70,6 +70,13 @@ def product_of(module: nn.Module) -> LinearUse | None:
     return None if weight is None or weight.ndim != 2 else _seen_once(_products_seen, module, _see_product)
 
 
+def is_product(module: nn.Module) -> bool:
+    """Whether a layer multiplies its input by its `weight`, in one way or the other."""
+    from torch import nn
+
+    return isinstance(module, nn.Linear) or (not isinstance(module, nn.Embedding) and product_of(module) is not None)
+
+
 def multiplies_transposed(module: nn.Module, local: str) -> bool:
     """Whether a parameter of a module is a matrix [inputs, outputs], or experts of such, as its own run shows."""
     from torch import nn
