@@ -55,14 +55,16 @@ from bitplan.base.errors import did_you_mean
 from bitplan.base.records import read_json
 from bitplan.fp8.policy.layers import ConfigObject, ModelPart, Parallel, load_model_parts, read_part
 from bitplan.fp8.policy.merge import Merged
-from bitplan.fp8.policy.rules import LayerRule, Policy
+from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.fp8.policy.vocabulary import (
     COUNT,
     DEFAULT_RECIPE,
     GROUPED_KINDS,
     KIND,
+    LOSE,
     PRECISIONS,
     TIME_MS,
+    WIN,
     BenchReportError,
     MergeError,
     ModelConfigError,
@@ -479,11 +481,14 @@ _DENSE: dict[str, Kind] = {"ub_name": NAME, "tp_size": COUNT}
 _GROUPED: dict[str, Kind] = {"etp_size": COUNT, "num_gemms": COUNT}
 
 
+_RULE = ("kind", "name", "tp", "etp", "num_gemms")
+
+
 @dataclass(frozen=True)
 class ListRow:
     """One row of a LoongForge list report: the layer, how it was run, and the time."""
 
-    rule: tuple[Any, ...]  # kind, name, tp, etp, num_gemms
+    rule: tuple[Any, ...]  # what _RULE names
     run: tuple[str, str]  # model and case
     precision: str
     tokens: int
@@ -519,9 +524,11 @@ def thresholds_of(rows: Sequence[ListRow], speedup_threshold: float) -> Merged:
         counts = speedups.setdefault(rule, {})
         speedup = pair["bf16"].time_ms / pair["fp8"].time_ms
         counts[pair["bf16"].tokens] = min(speedup, counts.get(pair["bf16"].tokens, speedup))
-    thresholds = (_threshold(rule, counts, speedup_threshold) for rule, counts in speedups.items())
-    policy = Policy([rule for rule in thresholds if rule is not None], None, speedup_threshold)
-    return Merged(policy, tuple(sorted(findings)))
+    rules = []
+    for rule, counts in speedups.items():
+        points = [Point(at, WIN if counts[at] > speedup_threshold else LOSE, counts[at]) for at in sorted(counts)]
+        rules.append(LayerRule.without_shape(points, **dict(zip(_RULE, rule, strict=True))))
+    return Merged(Policy(rules, None, speedup_threshold).to_thresholds(), tuple(sorted(findings)))
 
 
 def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> Merged | None:
@@ -534,18 +541,6 @@ def merge_lists(paths: Sequence[Path], speedup_threshold: float) -> Merged | Non
         if rows is None:
             raise MergeError(f"{lists[0]} is a list report without samples, {path} is none; merge them apart")
     return thresholds_of([row for rows in loaded.values() for row in rows or ()], speedup_threshold)
-
-
-def _threshold(rule: tuple[Any, ...], counts: Mapping[int, float], least: float) -> LayerRule | None:
-    first = None
-    for tokens in sorted(counts, reverse=True):
-        if counts[tokens] <= least:
-            break
-        first = tokens
-    if first is None:
-        return None
-    kind, name, tp, etp, num_gemms = rule
-    return LayerRule.from_tokens(kind, first, round(counts[first], 4), name=name, tp=tp, etp=etp, num_gemms=num_gemms)
 
 
 def _row(reader: Reader, path: str, item: Any) -> ListRow:

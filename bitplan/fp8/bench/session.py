@@ -49,6 +49,7 @@ from bitplan.fp8.bench.layer_bench import (
     ParallelGroups,
     Way,
     count_failures,
+    join_ranks,
     run_bench,
 )
 from bitplan.fp8.casts import padded_tokens
@@ -237,9 +238,6 @@ def _ranks(environment: Mapping[str, str], parallel: Parallel) -> int:
 
 def run_session(plan: BenchPlan, *, on_way: Callable[[Way], None] = lambda _: None) -> Result | None:
     """Time all that is not in the report yet. Under torchrun the result is the first rank's; the others get None."""
-    from bitplan.fp8.bench.layer_bench import join_ranks
-    from bitplan.fp8.bench.session import ModuleBuilder
-
     recipes = (plan.recipe.name,) if "fp8" in plan.options.precisions else None
     device = usable_device(plan.options.device, "measure", recipes, int(os.environ.get("LOCAL_RANK", "0")))
     path = plan.options.report_file()

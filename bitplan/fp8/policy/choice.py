@@ -49,7 +49,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
-from bitplan.fp8.policy.policy import Fp8Decision, Question, alike_rules, decide, matching_rules
+from bitplan.fp8.policy.policy import Fp8Decision, Question, alike_rules, decide, matching_rules, threshold_rule
 from bitplan.fp8.policy.rules import LayerRule, Point, Policy
 from bitplan.fp8.policy.vocabulary import (
     DEFAULT_RECIPE,
@@ -294,15 +294,9 @@ def _by_recipe(policy: Policy, question: Question, apart: bool) -> Fp8Choice:
 
 
 def _by_threshold(policy: Policy, question: Question) -> Fp8Choice:
-    decision = decide(policy, question)
-    if not decision:
-        return Fp8Choice((), question.recipe, decision.answer, decision.reason, decision.tokens)
-    size: dict[str, Any] = {key: getattr(question, key) for key in ("name", "tp", "etp", "num_gemms")}
-    rule = policy.find(question.looked_up_kind, **size)
-    assert rule is not None  # a rule decided it
-    return Fp8Choice(
-        PRODUCTS, question.recipe, decision.answer, decision.reason, decision.tokens, decision.speedup, rule.min_tokens
-    )
+    decision, rule = decide(policy, question), threshold_rule(policy, question)
+    known = (question.recipe, decision.answer, decision.reason, decision.tokens, decision.speedup)
+    return Fp8Choice(PRODUCTS, *known, rule.min_tokens) if decision and rule is not None else Fp8Choice((), *known)
 
 
 def _of_all_shapes(choices: list[Fp8Choice]) -> Fp8Choice:

@@ -214,11 +214,19 @@ def _bf16(question: Question, answer: str, reason: str, **more: Any) -> Fp8Decis
 # ---- version 1 -------------------------------------------------------------------------------------------------------
 
 
+def threshold_rule(policy: Policy, question: Question) -> LayerRule | None:
+    """The rule of version 1 for a question: of dense kinds by name and tp, of experts by etp and num_gemms."""
+    kind = question.looked_up_kind
+    keys = ("etp", "num_gemms") if kind in GROUPED_KINDS else ("name", "tp")
+    same = (rule for rule in policy.rules if rule.kind == kind)
+    return next((rule for rule in same if all(getattr(rule, key) == getattr(question, key) for key in keys)), None)
+
+
 def _by_threshold(policy: Policy, question: Question) -> Fp8Decision:
     kind, tokens = question.looked_up_kind, question.tokens or 0
     if question.gemm != MODULE:
         return _bf16(question, UNMEASURED, f"a version 1 policy knows whole modules, not {question.gemm}")
-    rule = policy.find(kind, name=question.name, tp=question.tp, etp=question.etp, num_gemms=question.num_gemms)
+    rule = threshold_rule(policy, question)
     if rule is None:
         return _bf16(
             question,

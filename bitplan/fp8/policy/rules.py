@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -110,7 +110,7 @@ class Point:
 class LayerRule:
     """All measurements of one layer shape and product by one recipe.
 
-    A rule of version 1 has no shape, recipe and part, and one point: FP8 from its tokens on (`from_tokens`).
+    A rule of version 1 has no shape, recipe and part, and one point: FP8 from its tokens on.
     """
 
     part: str = document_key(one_of(*PARTS))
@@ -125,10 +125,9 @@ class LayerRule:
     points: tuple[Point, ...] = document_key(LIST)
 
     @classmethod
-    def from_tokens(cls, kind: str, min_tokens: int, measured_speedup: float, **size: Any) -> Self:
-        """A rule of version 1; `size`: name and tp of dense kinds, etp and num_gemms of grouped ones."""
-        points = (Point(min_tokens, WIN, measured_speedup),)
-        return cls(part="", kind=kind, shape=(0, 0), recipe="", gemm=MODULE, points=points, **size)
+    def without_shape(cls, points: Iterable[Point], **size: Any) -> Self:
+        """A rule as version 1 has it; `size`: kind, name and tp, or kind, etp and num_gemms of grouped ones."""
+        return cls(part="", shape=(0, 0), recipe="", gemm=MODULE, points=tuple(points), **size)
 
     @property
     def min_tokens(self) -> int:
@@ -212,12 +211,6 @@ class Policy:
         """The GPU that it was measured on; "unknown" by version 1, which does not say."""
         return "unknown" if self.fingerprint is None else self.fingerprint.gpu
 
-    def find(self, kind: str, *, name: str | None, tp: int, etp: int, num_gemms: int | None) -> LayerRule | None:
-        """The rule of version 1, by (kind, ub_name, tp) for dense kinds, (kind, etp, num_gemms) for experts."""
-        asked = (kind, None, None, etp, num_gemms) if kind in GROUPED_KINDS else (kind, name, tp, None, None)
-        keys = ("kind", "name", "tp", "etp", "num_gemms")
-        return next((rule for rule in self.rules if tuple(getattr(rule, key) for key in keys) == asked), None)
-
     def require_same_gpu(self, current: Fingerprint) -> list[str]:
         """Differences from the machine here, in words; a policy of another GPU is refused."""
         if self.fingerprint is None:
@@ -294,9 +287,8 @@ def _threshold(rule: LayerRule) -> LayerRule | None:
     if rule.points[-1].answer != WIN:
         return None
     first = next(point for point in rule.points if point.tokens == rule.bands[-1][0])
-    assert first.speedup is not None  # a win has an interval
-    size = {"name": rule.name, "tp": rule.tp, "etp": rule.etp, "num_gemms": rule.num_gemms}
-    return LayerRule.from_tokens(rule.kind, first.tokens, round(first.speedup, 4), **size)
+    point = Point(first.tokens, WIN, round(first.speedup or 0.0, 4))
+    return replace(rule, part="", shape=(0, 0), recipe="", points=(point,))
 
 
 def load_policy(path: str | Path) -> Policy:
@@ -382,8 +374,9 @@ def _read_thresholds(reader: Reader, kinds: Mapping[str, Any]) -> list[LayerRule
             if type(items) is not list:
                 reader.fail(at, "a list of rules", items)
             for index, item in enumerate(items):
-                reader.keys(f"{at}[{index}]", item, keys, tuple(keys))
-                rules.append(LayerRule.from_tokens(kind, **named, **item))
+                size = dict(reader.keys(f"{at}[{index}]", item, keys, tuple(keys)))
+                point = Point(size.pop("min_tokens"), WIN, size.pop("measured_speedup"))
+                rules.append(LayerRule.without_shape([point], kind=kind, **named, **size))
     return rules
 
 

@@ -249,7 +249,7 @@ class QualityRun:
         twin = shared_twin(self.reference.model)
         head: nn.Module = twin.get_output_embeddings()  # type: ignore[operator]
         round_activations(twin, torch.bfloat16, keep=[head])
-        return self._against(FLOOR, twin, stored_bits(self.reference), None)
+        return self._against(FLOOR, twin, stored_bits(self.reference), on_windows)
 
     def measure(
         self,

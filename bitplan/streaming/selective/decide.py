@@ -73,14 +73,11 @@ class Candidate:
         return self.cost / self.bytes_saved if self.bytes_saved > 0 else math.inf
 
 
-@dataclass(frozen=True)
-class LowSet:
-    """Which units are to be in low precision, with a reason for every candidate, and the sums of cost and bytes."""
+class LowSet(NamedTuple):
+    """Which units are to be in low precision, with a reason for every candidate."""
 
     names: frozenset[str]
     reasons: Mapping[str, str]
-    cost: float
-    bytes_saved: int
 
 
 def choose_low_set(
@@ -100,14 +97,14 @@ def choose_low_set(
     if bytes_to_save is not None and bytes_to_save <= 0:
         out = [unit for unit in units if not unit.locked]
         reasons |= {unit.name: "computing already hides the transfer: no precision is given up" for unit in out}
-        return _low_set([unit for unit in chosen if unit.locked], reasons)
+        return LowSet(frozenset(unit.name for unit in chosen if unit.locked), reasons)
     _leave_over_budget(chosen, budget, reasons)
     _enter(units, chosen, budget * entry_share, bytes_to_save, reasons)
     if bytes_to_save is not None:
         _leave_unneeded(chosen, bytes_to_save, reasons)
     for unit in chosen:
         reasons.setdefault(unit.name, f"stays low: cost {unit.cost:.3g} within the budget of {budget:.3g}")
-    return _low_set(chosen, reasons)
+    return LowSet(frozenset(unit.name for unit in chosen), reasons)
 
 
 def _leave_over_budget(chosen: list[Candidate], budget: float, reasons: dict[str, str]) -> None:
@@ -152,10 +149,6 @@ def _cost(units: Iterable[Candidate]) -> float:
 
 def _saved(units: Iterable[Candidate]) -> int:
     return sum(unit.bytes_saved for unit in units)
-
-
-def _low_set(chosen: list[Candidate], reasons: dict[str, str]) -> LowSet:
-    return LowSet(frozenset(unit.name for unit in chosen), reasons, _cost(chosen), _saved(chosen))
 
 
 @dataclass(frozen=True)
@@ -284,7 +277,7 @@ def assign_forced(state: PolicyState, step: int, config: SelectivePrecisionConfi
 def _assign(
     state: PolicyState, step: int, config: SelectivePrecisionConfig, decided: Mapping[str, Decision]
 ) -> tuple[PolicyState, Hints]:
-    units, hints = {}, {}
+    units = {}
     for name, unit in state.units.items():
         forced = config.forced(name) if config.enabled else None
         decision = _precedence(unit, decided.get(name), forced, config)
@@ -296,10 +289,9 @@ def _assign(
             score=unit.score if decision.score is None else decision.score,
             last_switch_step=step if switched else unit.last_switch_step,
         )
-        hints[name] = BlockPrecisionHint(
-            name, units[name].running, decision.reason, step, units[name].score, switched, forced is not None
-        )
-    return replace(state, units=units), hints
+    before = {name: unit.running for name, unit in state.units.items()}
+    state = replace(state, units=units)
+    return state, current_hints(state, step, config, before)
 
 
 def current_hints(

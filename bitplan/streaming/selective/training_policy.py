@@ -43,6 +43,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -260,16 +261,9 @@ class PrecisionTelemetry(JsonLog):
             return None
         return cls(Path(folder) / config.telemetry_file)
 
-    def record(
-        self,
-        step_id: int,
-        hints: Mapping[str, BlockPrecisionHint],
-        *,
-        unit_bytes: Mapping[str, Mapping[str, int]] | None = None,
-        excluded: Mapping[str, Mapping[str, int]] | None = None,
-    ) -> PrecisionStepMetrics:
-        """Write the line of these hints, and return it."""
-        metrics = step_metrics(step_id, hints, self.clock(), unit_bytes=unit_bytes, excluded=excluded)
+    def record(self, step_id: int, hints: Mapping[str, BlockPrecisionHint], **figures: Any) -> PrecisionStepMetrics:
+        """Write the line of these hints, and return it; `figures` are those that `step_metrics` takes."""
+        metrics = step_metrics(step_id, hints, self.clock(), **figures)
         self.write_lines(asdict(metrics))
         return metrics
 
@@ -759,11 +753,8 @@ class SelectivePrecisionPolicy(Closing):
 
     def _record(self, step: int, hints: Hints) -> None:
         excluded = {name: unit.excluded for name, unit in self.state.units.items()}
-        figures = {"unit_bytes": self.unit_bytes, "excluded": excluded}
-        if self.telemetry is not None:
-            self.metrics = self.telemetry.record(step, hints, **figures)  # type: ignore[arg-type]
-        else:
-            self.metrics = step_metrics(step, hints, 0.0, **figures)  # type: ignore[arg-type]
+        measured = partial(step_metrics, timestamp=0.0) if self.telemetry is None else self.telemetry.record
+        self.metrics = measured(step, hints, unit_bytes=self.unit_bytes, excluded=excluded)
 
     def scalars(self) -> dict[str, float]:
         """For charts: the share of units in each precision, bytes per crossing sent and not sent, sensitivity.

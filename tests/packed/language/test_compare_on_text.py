@@ -105,6 +105,19 @@ def test_a_model_of_any_kind_is_itself_on_either_side(models):
     assert gptq.perplexity == pytest.approx(awq.perplexity, rel=1e-3)  # AWQ decodes to float16
 
 
+def test_progress_reaches_what_was_announced(models):
+    announced, done = [], []
+
+    def on_windows(count):
+        announced.append(count)
+        return lambda windows, what: done.append((windows, what))
+
+    settings = replace(SETTINGS, floor=True)
+    compare_on_text(models["llama"], models["packed"], TEXT, settings=settings, on_windows=on_windows)
+    assert announced == [sum(windows for windows, _ in done)]
+    assert {what for _, what in done} == {"reference", "noise floor", "packed"}
+
+
 def test_a_folder_that_rounds_inputs_is_measured_so(models, tmp_path):
     quantize_file(models["llama"], tmp_path / "rounded", "int8_row", inputs="fp8")
     plain, rounded = (
