@@ -220,7 +220,7 @@ def keys_written(name, tmp_path):
         "selective-telemetry": [field.name for field in fields(PrecisionStepMetrics)],
         "stream-state": [*training_state._KEYS, training_state.METADATA],
         "stream-telemetry": [field.name for field in fields(StreamStepStats)],
-        "fp8-report": [*fp8_report._HEAD_KEYS, *keys_of(fp8_report.Row), *fp8_report.FINGERPRINT_KEYS],
+        "fp8-report": [*fp8_report._HEAD_KEYS, *keys_of(fp8_report.Row), *keys_of(fp8_report.Fingerprint)],
         "fp8-policy": [*keys_of(fp8_rules.LayerRule), "bands", *keys_of(fp8_rules.Point)],
         "crossover": [*crossover._WEIGHT_KEYS, *crossover._TIMING_KEYS, *crossover._WAYS],
         "machine": examine_machine(measure=False),

@@ -11,9 +11,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, TypeVar
 
 from bitplan.base.errors import BitplanError, FileFormatError, did_you_mean
 from bitplan.base.records import read_bytes, read_json
@@ -25,14 +25,20 @@ MAX_DEPTH = 32
 _SHOWN = 80
 _MESSAGE = 1000
 _REQUIRED: Any = object()
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of value that a document's key may have: its name in error messages, and a test."""
+    """A kind of value that a document's key may have: its name in error messages, and a test.
+
+    read, write   between a document's value and what a record keeps, where these differ: (reader, path, value) -> kept
+    """
 
     text: str
     holds: Callable[[Any], bool]
+    read: Callable[[Reader, str, Any], Any] | None = None
+    write: Callable[[Any], Any] | None = None
 
 
 def is_text(value: Any) -> bool:
@@ -104,14 +110,58 @@ def or_null(kind: Kind) -> Kind:
     return Kind(f"{kind.text}, or null", lambda value: value is None or kind.holds(value))
 
 
-def document_key(kind: Kind, default: Any = MISSING, *, factory: Any = MISSING) -> Any:
-    """A field of a dataclass that is also a key of documents: its kind, and its default or default factory."""
-    return field(default=default, default_factory=factory, metadata={"kind": kind})
+def records(record_type: type, *order: str) -> Kind:
+    """A list of records; `order` are keys that are written first."""
+
+    def read(reader: Reader, path: str, values: list[Any]) -> list[Any]:
+        return [reader.record(record_type, f"{path}[{index}]", value) for index, value in enumerate(values)]
+
+    return Kind(LIST.text, LIST.holds, read, lambda values: [document_of(value, *order) for value in values])
+
+
+def records_by_name(record_type: type, *order: str, sort: Callable[[Iterable[str]], Iterable[str]] = iter) -> Kind:
+    """An object of names to records; `sort` puts names into the order in which they are written."""
+
+    def read(reader: Reader, path: str, values: dict[str, Any]) -> dict[str, Any]:
+        named = ((name, f"{path}[{name[:_SHOWN]!r}]", value) for name, value in values.items())
+        return {name: reader.record(record_type, at, value) for name, at, value in named}
+
+    def write(values: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: document_of(values[name], *order) for name in sort(values)}
+
+    return Kind(OBJECT.text, OBJECT.holds, read, write)
+
+
+def document_key(
+    kind: Kind, default: Any = MISSING, *, factory: Any = MISSING, key: str = "", unwritten: Any = MISSING
+) -> Any:
+    """A field of a dataclass that is also a key of documents: its kind, and its default or default factory.
+
+    key         its name in documents, where that is another
+    unwritten   the value with which it is left out of documents
+    """
+    metadata = {"kind": kind, "key": key, "unwritten": unwritten}
+    return field(default=default, default_factory=factory, metadata=metadata)
 
 
 def keys_of(dataclass_type: type) -> dict[str, Kind]:
-    """The fields of a dataclass that were made by `document_key`, and their kinds."""
-    return {key.name: key.metadata["kind"] for key in fields(dataclass_type) if "kind" in key.metadata}
+    """The keys of the fields of a dataclass that were made by `document_key`, and their kinds."""
+    return {key: one.metadata["kind"] for key, one in _fields_by_key(dataclass_type).items()}
+
+
+def _fields_by_key(dataclass_type: type) -> dict[str, Field[Any]]:
+    return {one.metadata["key"] or one.name: one for one in fields(dataclass_type) if "kind" in one.metadata}
+
+
+def document_of(value: Any, *order: str) -> dict[str, Any]:
+    """A record as an object of its document: keys in this order, then others as they are declared."""
+    by_key, document = _fields_by_key(type(value)), {}
+    for key in dict.fromkeys((*order, *by_key)):
+        one = by_key[key]
+        item, write = getattr(value, one.name), one.metadata["kind"].write
+        if one.metadata["unwritten"] is MISSING or item != one.metadata["unwritten"]:
+            document[key] = item if write is None or item is None else write(item)
+    return document
 
 
 @dataclass(frozen=True)
@@ -146,6 +196,25 @@ class Reader:
         kinds = keys_of(dataclass_type)
         bare = (key for key in fields(dataclass_type) if key.default is key.default_factory is MISSING)
         return self.keys(path, value, kinds, kinds if every else [key.name for key in bare])
+
+    def record(
+        self, record_type: type[Record], path: str, value: Any, beside: Mapping[str, Kind] | None = None
+    ) -> Record:
+        """The record at `path`, of a dataclass with `document_key` fields, and those within it.
+
+        Only keys that are not always written may be missing. `beside` are keys of the object that are no fields.
+        """
+        beside, by_key = beside or {}, _fields_by_key(record_type)
+        required = [key for key, one in by_key.items() if one.metadata["unwritten"] is MISSING]
+        self.keys(path, value, {**beside, **keys_of(record_type)}, (*beside, *required))
+        values = {}
+        for key, one in by_key.items():
+            item, read = value.get(key, one.metadata["unwritten"]), one.metadata["kind"].read
+            if key in value and item is not None and read is not None:
+                item = read(self, f"{path}.{key}" if path else key, item)
+            if key in value or one.default is one.default_factory is MISSING:
+                values[one.name] = item
+        return record_type(**values)
 
     def require_document(self, document: Any, expected: str, noun: str) -> None:
         """Refuse a file of another kind; checked first, before its keys."""

@@ -43,6 +43,7 @@ from bitplan.base.documents import (
     TEXT,
     Kind,
     Reader,
+    document_key,
     is_number,
     is_text,
     load_document,
@@ -420,7 +421,6 @@ _KEYS = {
 }
 _OPTIONS = [key for key in _KEYS if key not in ("version", "formats", "patterns", "aliases", "fused_dequant")]
 _TAG_KEYS = {"bits": _BITS, "role": _ROLE, "format": NAME, "part": one_of(*PARTS)}
-_RULE_KEYS = {"regex": NAME, "format": NAME, "input": NAME, "role": NAME, "optional": FLAG}
 
 
 @dataclass(frozen=True)
@@ -430,11 +430,11 @@ class Rule:
     `optional` rules may match nothing: a bias that some models of a family lack.
     """
 
-    pattern: str
-    format: str
-    role: str = ""
-    optional: bool = False
-    input: str | None = None
+    pattern: str = document_key(NAME, key="regex")
+    format: str = document_key(NAME)
+    role: str = document_key(NAME, "", unwritten="")
+    optional: bool = document_key(FLAG, False, unwritten=False)
+    input: str | None = document_key(NAME, None, unwritten=None)
 
 
 @dataclass(frozen=True)
@@ -625,15 +625,10 @@ def _read(reader: Reader, document: Any) -> Manifest:
             "scale_base has no effect: it is the base of codes and scales that a file keeps apart, and no tag "
             "of `formats` is a part of such a format (nvfp4, fp4_u8_g128); leave it out, each tensor gets its own base"
         )
-    rules = tuple(_read_rule(reader, index, item) for index, item in enumerate(values["patterns"]))
+    rules = tuple(reader.record(Rule, f"patterns[{index}]", item) for index, item in enumerate(values["patterns"]))
     options: dict[str, Any] = {key: values[key] for key in _OPTIONS if key in values}
     aliases = _read_aliases(reader, values.get("aliases", {}))
     return Manifest(rules, tags, reader.where, aliases=aliases, **options)
-
-
-def _read_rule(reader: Reader, index: int, value: Any) -> Rule:
-    item = reader.keys(f"patterns[{index}]", value, _RULE_KEYS, ("regex", "format"))
-    return Rule(item["regex"], item["format"], item.get("role", ""), item.get("optional", False), item.get("input"))
 
 
 def _read_tag(reader: Reader, name: str, value: Any, document: Mapping[str, Any]) -> Tag:

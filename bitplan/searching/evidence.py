@@ -32,7 +32,6 @@ from typing import Any
 
 from bitplan.base.documents import (
     FLAG,
-    LIST,
     NAME,
     OBJECT,
     SHAPE,
@@ -40,11 +39,15 @@ from bitplan.base.documents import (
     TEXT,
     Kind,
     Reader,
+    document_key,
+    document_of,
     is_number,
     is_size,
     is_text,
     load_document,
     one_of,
+    records,
+    records_by_name,
 )
 from bitplan.base.errors import FormatError
 from bitplan.base.records import write_json
@@ -64,43 +67,33 @@ _ROWS = re.compile("[1-9][0-9]{0,8}")
 _TIMES = Kind(
     "an object of row counts to microseconds",
     lambda value: type(value) is dict and all(_ROWS.fullmatch(key) and _NATS.holds(us) for key, us in value.items()),
+    lambda _reader, _path, value: {int(rows): us for rows, us in value.items()},
+    lambda times: {str(rows): times[rows] for rows in sorted(times)},
 )
 _RATIOS = Kind(
     f"an object of kinds of text to numbers from 0 to {_MOST:g}",
     lambda value: type(value) is dict and all(_NATS.holds(ratio) for ratio in value.values()),
+    write=dict,
 )
 _DTYPE = one_of(*ITEM_BYTES)
 _COUNT = Kind("an integer from 1 to 2^63 - 1", lambda value: is_size(value) and value > 0)
-_KEYS = {
-    "document": one_of(DOCUMENT),
-    "version": SIZE,
-    "model": TEXT,
-    "numbers": _COUNT,
-    "fingerprint": OBJECT,
-    "text": OBJECT,
-    "together": _NATS,
-    "reference_bytes": SIZE,
-    "complete": FLAG,
-    "stays": OBJECT,
-    "groups": OBJECT,
-    "proven": LIST,
-}
 _CHOICE = Kind(
     "an object of groups to formats", lambda value: type(value) is dict and all(map(is_text, value.values()))
 )
-_PROVEN = {"goal": OBJECT, "kl": _NATS, "choice": _CHOICE}
-_STAYS = {"format": NAME, "shape": SHAPE, "role": TEXT, "stored": _DTYPE, "bytes": SIZE, "reason": NAME}
-_GROUP = {
-    "tensors": OBJECT,
-    "formats": OBJECT,
-    "factor": _NATS,
-    "checked": TEXT,
-    "reference_us": _TIMES,
-    "weight": _NATS,
-    "kinds": _RATIOS,
-}
+_SIZES = Kind(SHAPE.text, SHAPE.holds, lambda _reader, _path, value: tuple(value), list)
 _TENSOR = {"shape": SHAPE, "role": TEXT}
-_FORMAT = {"bytes": SIZE, "predicted": _NATS, "factor": _NATS, "inputs": _NATS, "us": _TIMES}
+
+
+def _read_tensors(reader: Reader, path: str, value: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    rows = {name: reader.keys(f"{path}[{name[:80]!r}]", row, _TENSOR, tuple(_TENSOR)) for name, row in value.items()}
+    return {name: (tuple(row["shape"]), row["role"]) for name, row in rows.items()}
+
+
+def _write_tensors(tensors: Mapping[str, tuple[tuple[int, ...], str]]) -> dict[str, Any]:
+    return {name: {"shape": list(shape), "role": role} for name, (shape, role) in tensors.items()}
+
+
+_TENSORS = Kind(OBJECT.text, OBJECT.holds, _read_tensors, _write_tensors)
 _WITH_INPUT, _IN_HOST = "+", "@host"
 
 
@@ -135,12 +128,12 @@ def input_of(candidate: str) -> str | None:
 class StayingTensor:
     """A tensor that stays as it is in every plan: its bytes, type and the reason."""
 
-    format: str
-    shape: tuple[int, ...]
-    role: str
-    stored: str | None  # the type it is stored in; None where it is packed already
-    nbytes: int
-    reason: str
+    format: str = document_key(NAME)
+    shape: tuple[int, ...] = document_key(_SIZES)
+    role: str = document_key(TEXT)
+    stored: str | None = document_key(_DTYPE, unwritten=None)  # its type in the file; None where it is packed already
+    nbytes: int = document_key(SIZE, key="bytes")
+    reason: str = document_key(NAME)
 
 
 @dataclass(frozen=True)
@@ -151,11 +144,11 @@ class FormatCost:
     that a product takes while it runs, beyond what all take: one runs at a time, so the largest of a choice counts.
     """
 
-    nbytes: int
-    predicted: float
-    factor: float = 1.0  # by which measured plans correct the prediction
-    us: Mapping[int, float] = field(default_factory=dict)
-    inputs: float = 0.0  # nats of rounded inputs, beside those of the weights
+    nbytes: int = document_key(SIZE, key="bytes")
+    predicted: float = document_key(_NATS)
+    factor: float = document_key(_NATS, 1.0, unwritten=1.0)  # by which measured plans correct the prediction
+    inputs: float = document_key(_NATS, 0.0, unwritten=0.0)  # nats of rounded inputs, beside those of the weights
+    us: Mapping[int, float] = document_key(_TIMES, factory=dict, unwritten={})
     host: int = 0
     workspace: int = 0
 
@@ -164,13 +157,14 @@ class FormatCost:
 class TensorGroup:
     """Tensors that get one format, and what each candidate costs them."""
 
-    tensors: dict[str, tuple[tuple[int, ...], str]]  # shape, role
-    formats: dict[str, FormatCost] = field(default_factory=dict)
-    factor: float = 1.0
-    checked: str = ""
-    reference_us: Mapping[int, float] = field(default_factory=dict)  # unquantized, in BF16
-    weight: float = 1.0  # how much its nats count when formats are chosen
-    kinds: Mapping[str, float] = field(default_factory=dict)  # its nats on each kind of text over those on all
+    tensors: dict[str, tuple[tuple[int, ...], str]] = document_key(_TENSORS)  # shape, role
+    formats: dict[str, FormatCost] = document_key(records_by_name(FormatCost), factory=dict)
+    factor: float = document_key(_NATS, 1.0)
+    checked: str = document_key(TEXT, "")
+    reference_us: Mapping[int, float] = document_key(_TIMES, factory=dict, unwritten={})  # unquantized, in BF16
+    weight: float = document_key(_NATS, 1.0, unwritten=1.0)  # how much its nats count when formats are chosen
+    # Its nats on each kind of text over those on all.
+    kinds: Mapping[str, float] = document_key(_RATIOS, factory=dict, unwritten={})
 
     def nats(self, fmt: str) -> float:
         """The damage of a format in this group alone, in nats a token, with all corrections so far."""
@@ -192,25 +186,30 @@ class TensorGroup:
 class ProvenPlan:
     """The plan that a search handed over for a goal, `Goal.to_dict`, and what was measured of it on held-out text."""
 
-    goal: Mapping[str, Any]
-    kl: float
-    choice: Mapping[str, str]
+    goal: Mapping[str, Any] = document_key(OBJECT)
+    kl: float = document_key(_NATS)
+    choice: Mapping[str, str] = document_key(_CHOICE)
+
+
+_GROUPS = records_by_name(
+    TensorGroup, "tensors", "factor", "checked", "reference_us", "weight", "kinds", sort=natural_order
+)
 
 
 @dataclass
 class SearchEvidence:
     """All groups of a model, what stays, and what it was measured on."""
 
-    model: str
-    numbers: int
-    fingerprint: dict[str, Any]
-    text: dict[str, Any]
-    stays: dict[str, StayingTensor]
-    groups: dict[str, TensorGroup]
-    reference_bytes: int
-    together: float = 1.0
-    complete: bool = True
-    proven: list[ProvenPlan] = field(default_factory=list)
+    model: str = document_key(TEXT)
+    numbers: int = document_key(_COUNT)
+    fingerprint: dict[str, Any] = document_key(OBJECT)
+    text: dict[str, Any] = document_key(OBJECT)
+    stays: dict[str, StayingTensor] = document_key(records_by_name(StayingTensor, sort=natural_order))
+    groups: dict[str, TensorGroup] = document_key(_GROUPS)
+    reference_bytes: int = document_key(SIZE)
+    together: float = document_key(_NATS, 1.0)
+    complete: bool = document_key(FLAG, True)
+    proven: list[ProvenPlan] = document_key(records(ProvenPlan), factory=list, unwritten=[])
     aims: list[dict[str, float]] = field(default_factory=list)  # of a goal, `aims_of`; not in the file
 
     @property
@@ -287,20 +286,8 @@ class SearchEvidence:
     # ---- the document ------------------------------------------------------------------------------------------------
 
     def to_document(self) -> dict[str, Any]:
-        return {
-            "document": DOCUMENT,
-            "version": VERSION,
-            "model": self.model,
-            "numbers": self.numbers,
-            "fingerprint": self.fingerprint,
-            "text": self.text,
-            "together": self.together,
-            "reference_bytes": self.reference_bytes,
-            "complete": self.complete,
-            **({"proven": [vars(plan) for plan in self.proven]} if self.proven else {}),
-            "stays": {name: _stays_document(self.stays[name]) for name in natural_order(self.stays)},
-            "groups": {name: _group_document(self.groups[name]) for name in natural_order(self.groups)},
-        }
+        first = ("model", "numbers", "fingerprint", "text", "together", "reference_bytes", "complete", "proven")
+        return {"document": DOCUMENT, "version": VERSION, **document_of(self, *first)}
 
     def save(self, path: str | Path) -> None:
         write_json(path, self.to_document())
@@ -318,78 +305,27 @@ class SearchEvidence:
         reader = Reader(where, EvidenceFileError)
         reader.require_document(document, DOCUMENT, "evidence.json of a search")
         reader.version(document, VERSION)
-        item = reader.keys("", document, _KEYS, tuple(key for key in _KEYS if key != "proven"))
-        stays = {}
-        for name, value in item["stays"].items():
-            row = reader.keys(f"stays[{name[:80]!r}]", value, _STAYS, tuple(key for key in _STAYS if key != "stored"))
-            _check_format(reader, f"stays[{name[:80]!r}]", row["format"])
-            stays[name] = StayingTensor(
-                row["format"], tuple(row["shape"]), row["role"], row.get("stored"), row["bytes"], row["reason"]
-            )
-        groups = {name: _read_group(reader, name, value) for name, value in item["groups"].items()}
-        if not groups and item["complete"]:
+        evidence = reader.record(cls, "", document, {"document": one_of(DOCUMENT), "version": SIZE})
+        groups = evidence.groups
+        if not groups and evidence.complete:
             reader.stop("it has no group of tensors; search the model again")
-        proven = [_read_proven(reader, number, value, groups) for number, value in enumerate(item.get("proven", []))]
-        return cls(
-            item["model"],
-            item["numbers"],
-            item["fingerprint"],
-            item["text"],
-            stays,
-            groups,
-            item["reference_bytes"],
-            item["together"],
-            item["complete"],
-            proven,
-        )
-
-
-def _read_proven(reader: Reader, number: int, value: Any, groups: Mapping[str, TensorGroup]) -> ProvenPlan:
-    item = reader.keys(f"proven[{number}]", value, _PROVEN, tuple(_PROVEN))
-    choice = item["choice"]
-    if choice.keys() != groups.keys() or any(choice[name] not in groups[name].formats for name in groups):
-        reader.stop(f"proven[{number}]: a choice has one of its formats for every group; search the model again")
-    return ProvenPlan(item["goal"], item["kl"], choice)
-
-
-def _stays_document(tensor: StayingTensor) -> dict[str, Any]:
-    return {
-        "format": tensor.format,
-        "shape": list(tensor.shape),
-        "role": tensor.role,
-        **({} if tensor.stored is None else {"stored": tensor.stored}),
-        "bytes": tensor.nbytes,
-        "reason": tensor.reason,
-    }
-
-
-def _group_document(group: TensorGroup) -> dict[str, Any]:
-    return {
-        "tensors": {name: {"shape": list(shape), "role": role} for name, (shape, role) in group.tensors.items()},
-        "factor": group.factor,
-        "checked": group.checked,
-        **({"reference_us": _times_document(group.reference_us)} if group.reference_us else {}),
-        **({} if group.weight == 1.0 else {"weight": group.weight}),
-        **({"kinds": dict(group.kinds)} if group.kinds else {}),
-        "formats": {
-            name: {
-                "bytes": cost.nbytes,
-                "predicted": cost.predicted,
-                **({} if cost.factor == 1.0 else {"factor": cost.factor}),
-                **({"inputs": cost.inputs} if cost.inputs else {}),
-                **({"us": _times_document(cost.us)} if cost.us else {}),
-            }
-            for name, cost in group.formats.items()
-        },
-    }
-
-
-def _times_document(times: Mapping[int, float]) -> dict[str, float]:
-    return {str(rows): times[rows] for rows in sorted(times)}
-
-
-def _read_times(item: Mapping[str, Any], key: str) -> dict[int, float]:
-    return {int(rows): us for rows, us in item.get(key, {}).items()}
+        for name, tensor in evidence.stays.items():
+            _check_format(reader, f"stays[{name[:80]!r}]", tensor.format)
+        for name, group in groups.items():
+            at = f"groups[{name[:80]!r}]"
+            for fmt in group.formats:
+                _check_format(reader, at, fmt)
+            if not group.tensors or not group.formats:
+                reader.stop(
+                    f"{at}: a group has tensors and formats; the search that wrote it did not finish: start it again"
+                )
+        for number, plan in enumerate(evidence.proven):
+            choice = plan.choice
+            if choice.keys() != groups.keys() or any(choice[name] not in groups[name].formats for name in groups):
+                reader.stop(
+                    f"proven[{number}]: a choice has one of its formats for every group; search the model again"
+                )
+        return evidence
 
 
 def _check_format(reader: Reader, where: str, name: str) -> None:
@@ -398,27 +334,6 @@ def _check_format(reader: Reader, where: str, name: str) -> None:
         input_format(input_of(name))
     except FormatError as error:
         reader.stop(f"{where}: {error}")
-
-
-def _read_group(reader: Reader, name: str, value: Any) -> TensorGroup:
-    where = f"groups[{name[:80]!r}]"
-    item = reader.keys(where, value, _GROUP, ("tensors", "formats", "factor", "checked"))
-    tensors = {}
-    for tensor, row in item["tensors"].items():
-        fields = reader.keys(f"{where}.tensors[{tensor[:80]!r}]", row, _TENSOR, tuple(_TENSOR))
-        tensors[tensor] = (tuple(fields["shape"]), fields["role"])
-    formats = {}
-    for fmt, row in item["formats"].items():
-        _check_format(reader, where, fmt)
-        cost = reader.keys(f"{where}.formats[{fmt[:80]!r}]", row, _FORMAT, ("bytes", "predicted"))
-        factor, inputs = cost.get("factor", 1.0), cost.get("inputs", 0.0)
-        formats[fmt] = FormatCost(cost["bytes"], cost["predicted"], factor, _read_times(cost, "us"), inputs)
-    if not tensors or not formats:
-        reader.stop(
-            f"{where}: a group has tensors and formats; the search that wrote it did not finish: start it again"
-        )
-    times, weight = _read_times(item, "reference_us"), item.get("weight", 1.0)
-    return TensorGroup(tensors, formats, item["factor"], item["checked"], times, weight, item.get("kinds", {}))
 
 
 def by_part(groups: Iterable[str]) -> dict[str, list[str]]:

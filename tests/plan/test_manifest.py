@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bitplan.base.documents import keys_of
 from bitplan.base.errors import ManifestError
 from bitplan.plan import Manifest, Plan, check_headers, combine
-from bitplan.plan.manifest import _KEYS, _RULE_KEYS, _TAG_KEYS, Rule, Tag, expand_raw_map, manifest_schema
+from bitplan.plan.manifest import _KEYS, _TAG_KEYS, Rule, Tag, expand_raw_map, manifest_schema
 from bitplan.plan.structure.families import guess_role
 from tests.limits import assert_quick
 
@@ -285,7 +286,7 @@ def test_the_schema_has_the_readers_keys():
     schema = manifest_schema()
     properties = schema["properties"]
     assert properties.keys() == _KEYS.keys()
-    assert properties["patterns"]["items"]["properties"].keys() == _RULE_KEYS.keys()
+    assert properties["patterns"]["items"]["properties"].keys() == keys_of(Rule).keys()
     assert properties["formats"]["additionalProperties"]["properties"].keys() == _TAG_KEYS.keys()
 
 
@@ -319,5 +320,5 @@ def test_the_examples_in_the_docs_are_read():
     for document in examples:
         assert Manifest.from_document(document).rules
     assert schema_errors(examples[0]) == []
-    for key in (*_KEYS, *_RULE_KEYS, *_TAG_KEYS):
+    for key in (*_KEYS, *keys_of(Rule), *_TAG_KEYS):
         assert f"`{key}`" in page, key

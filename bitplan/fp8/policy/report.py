@@ -46,7 +46,7 @@ import os
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,6 +63,7 @@ from bitplan.base.documents import (
     Kind,
     Reader,
     document_key,
+    document_of,
     load_bytes,
     one_of,
     show,
@@ -102,6 +103,7 @@ MAX_SAMPLES = 1000  # of a row: unpaired times are all divided by one another
 _SAMPLES = Kind(
     f"a list of at most {MAX_SAMPLES} times from 1e-6 to 1e9 milliseconds",
     lambda value: type(value) in (list, tuple) and len(value) <= MAX_SAMPLES and all(map(TIME_MS.holds, value)),
+    write=list,
 )
 # Keys of a row in the document.
 _ROW_ORDER = (
@@ -124,20 +126,17 @@ _HEAD_KEYS = {
 class Fingerprint:
     """The machine and the software of a measurement; times of two fingerprints are never compared."""
 
-    gpu: str
-    driver: str
-    torch: str
-    triton: str
-    bitplan: str
-    commit: str
+    gpu: str = document_key(NAME)
+    driver: str = document_key(TEXT)
+    torch: str = document_key(TEXT)
+    triton: str = document_key(TEXT)
+    bitplan: str = document_key(TEXT)
+    commit: str = document_key(TEXT)
 
     def differences(self, other: Fingerprint) -> dict[str, tuple[str, str]]:
         """The fields that differ: name -> (ours, theirs)."""
         mine, theirs = asdict(self), asdict(other)
         return {name: (mine[name], theirs[name]) for name in mine if mine[name] != theirs[name]}
-
-
-FINGERPRINT_KEYS = tuple(field.name for field in fields(Fingerprint))
 
 
 @dataclass(frozen=True)
@@ -152,18 +151,18 @@ class Row:
     timing: str = document_key(one_of(*TIMINGS))
     precision: str = document_key(one_of(*PRECISIONS))
     status: str = document_key(one_of(OK, OOM, ERROR))
-    name: str | None = document_key(NAME, None)
-    tp: int | None = document_key(COUNT, None)
-    ep: int | None = document_key(COUNT, None)
-    etp: int | None = document_key(COUNT, None)
-    num_gemms: int | None = document_key(COUNT, None)
-    topk: int | None = document_key(COUNT, None)
-    padded_tokens: int | None = document_key(COUNT, None)
-    routing: str | None = document_key(one_of(*ROUTINGS), None)
-    samples_ms: tuple[float, ...] = document_key(_SAMPLES, ())
+    name: str | None = document_key(NAME, None, unwritten=None)
+    tp: int | None = document_key(COUNT, None, unwritten=None)
+    ep: int | None = document_key(COUNT, None, unwritten=None)
+    etp: int | None = document_key(COUNT, None, unwritten=None)
+    num_gemms: int | None = document_key(COUNT, None, unwritten=None)
+    topk: int | None = document_key(COUNT, None, unwritten=None)
+    padded_tokens: int | None = document_key(COUNT, None, unwritten=None)
+    routing: str | None = document_key(one_of(*ROUTINGS), None, unwritten=None)
+    samples_ms: tuple[float, ...] = document_key(_SAMPLES, (), unwritten=())
     in_turns: bool = document_key(FLAG, False)
-    peak_bytes: int | None = document_key(SIZE, None)
-    message: str = document_key(TEXT, "")
+    peak_bytes: int | None = document_key(SIZE, None, unwritten=None)
+    message: str = document_key(TEXT, "", unwritten="")
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(self.shape))
@@ -183,10 +182,7 @@ class Row:
         return (*self.layer_key, self.tokens, self.routing, self.timing, self.precision)
 
     def to_document(self) -> dict[str, Any]:
-        order = {name: getattr(self, name) for name in _ROW_ORDER}
-        order["shape"], order["samples_ms"] = list(self.shape), list(self.samples_ms)
-        absent: tuple[Any, ...] = (None, "", [])
-        document = {name: value for name, value in order.items() if value not in absent}
+        document = document_of(self, *_ROW_ORDER)
         if self.status != OK and not self.in_turns:
             del document["in_turns"]
         return document
@@ -278,21 +274,13 @@ def report_of(head: Any, rows: list[Any], *, where: str) -> Report:
     reader.version(head, VERSION)
     reader.keys("", head, _HEAD_KEYS, ("document", "version", "fingerprint", "recipe"))
     return Report(
-        read_fingerprint(reader, head["fingerprint"]),
+        reader.record(Fingerprint, "fingerprint", head["fingerprint"]),
         head["recipe"],
         tuple(Row(**_check_row(reader, f"rows[{index}]", row)) for index, row in enumerate(rows)),
         head.get("model", ""),
         head.get("settings"),
         where,
     )
-
-
-def read_fingerprint(reader: Reader, value: Any) -> Fingerprint:
-    known = dict.fromkeys(FINGERPRINT_KEYS, TEXT)
-    values = reader.keys("fingerprint", value, known, FINGERPRINT_KEYS)
-    if not values["gpu"]:
-        reader.fail("fingerprint: gpu", NAME.text, "")
-    return Fingerprint(**values)
 
 
 def describe_row(row: Row) -> str:

@@ -46,6 +46,7 @@ from bitplan.base.documents import (
     Kind,
     Reader,
     document_key,
+    document_of,
     is_number,
     keys_of,
     load_document,
@@ -53,7 +54,7 @@ from bitplan.base.documents import (
     show,
 )
 from bitplan.base.records import atomic_file
-from bitplan.fp8.policy.report import Fingerprint, answer_of, check_size_keys, read_fingerprint
+from bitplan.fp8.policy.report import Fingerprint, answer_of, check_size_keys
 from bitplan.fp8.policy.vocabulary import (
     ANSWERS,
     COUNT,
@@ -88,14 +89,11 @@ class Point:
 
     tokens: int = document_key(COUNT)
     answer: str = document_key(one_of(*ANSWERS))
-    speedup: float | None = document_key(SPEEDUP, None)
-    low: float | None = document_key(SPEEDUP, None)
-    high: float | None = document_key(SPEEDUP, None)
-    samples: int | None = document_key(COUNT, None)  # of the precision that has fewer
-    note: str = document_key(NAME, "")
-
-    def to_document(self) -> dict[str, Any]:
-        return {name: value for name, value in asdict(self).items() if value not in (None, "")}
+    speedup: float | None = document_key(SPEEDUP, None, unwritten=None)
+    low: float | None = document_key(SPEEDUP, None, unwritten=None)
+    high: float | None = document_key(SPEEDUP, None, unwritten=None)
+    samples: int | None = document_key(COUNT, None, unwritten=None)  # of the precision that has fewer
+    note: str = document_key(NAME, "", unwritten="")
 
     def describe(self) -> str:
         """The measured point in words, for messages."""
@@ -166,7 +164,7 @@ class LayerRule:
             return {key: getattr(self, key) for key in keys}
         document = {name: value for name in keys_of(LayerRule) if (value := getattr(self, name)) is not None}
         document["shape"] = list(self.shape)
-        document["points"] = [point.to_document() for point in self.points]
+        document["points"] = list(map(document_of, self.points))
         document["bands"] = [list(band) for band in self.bands]
         return document
 
@@ -313,7 +311,13 @@ def read_policy(document: Any, *, where: str = "policy") -> Policy:
     if version == 1:
         return Policy(_read_thresholds(reader, values["rules"]), None, threshold, where=where)
     rules = [_read_rule(reader, f"rules[{index}]", rule, threshold) for index, rule in enumerate(values["rules"])]
-    return Policy(rules, read_fingerprint(reader, values["fingerprint"]), threshold, values["confidence"], where=where)
+    return Policy(
+        rules,
+        reader.record(Fingerprint, "fingerprint", values["fingerprint"]),
+        threshold,
+        values["confidence"],
+        where=where,
+    )
 
 
 def bands_of(points: Sequence[Point]) -> tuple[tuple[int, int], ...]:
@@ -401,7 +405,7 @@ def _read_rule(reader: Reader, path: str, value: Any, threshold: float) -> Layer
 
 
 def _read_point(reader: Reader, path: str, value: Any, threshold: float) -> Point:
-    point = Point(**reader.fields_of(Point, path, value))
+    point = reader.record(Point, path, value)
     figures = (point.speedup, point.low, point.high, point.samples)
     if point.low is None or point.high is None or None in figures:
         if figures != (None,) * 4:

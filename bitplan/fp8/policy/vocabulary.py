@@ -89,6 +89,7 @@ KIND = one_of(*KINDS)
 LOCAL_SHAPE = Kind(
     "two sizes from 1, out_features and in_features of one GPU",
     lambda value: type(value) in (list, tuple) and len(value) == 2 and all(map(is_count, value)),
+    write=list,
 )
 
 

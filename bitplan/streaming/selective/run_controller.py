@@ -256,18 +256,18 @@ class RunState:
     has_timed  whether the run timed a way itself: `times` may be another run's
     """
 
-    low: list[str] = document_key(LIST, factory=list)  # noqa: RUF009
-    reasons: dict[str, Any] = document_key(OBJECT, factory=dict)  # noqa: RUF009
-    times: dict[str, float] = document_key(OBJECT, factory=dict)  # noqa: RUF009
-    impacts: dict[str, float] = document_key(OBJECT, factory=dict)  # noqa: RUF009
+    low: list[str] = document_key(LIST, factory=list)
+    reasons: dict[str, Any] = document_key(OBJECT, factory=dict)
+    times: dict[str, float] = document_key(OBJECT, factory=dict)
+    impacts: dict[str, float] = document_key(OBJECT, factory=dict)
     noise: float | None = document_key(or_null(_WEIGHT), None)
-    locked: list[str] = document_key(LIST, factory=list)  # noqa: RUF009
-    queue: list[Any] | None = document_key(or_null(LIST), None)  # noqa: RUF009
+    locked: list[str] = document_key(LIST, factory=list)
+    queue: list[Any] | None = document_key(or_null(LIST), None)
     measured_at: int | None = document_key(or_null(SIZE), None)
     probed_at: int | None = document_key(or_null(SIZE), None)
     records: int = document_key(SIZE, 0)
     last_step: int | None = document_key(or_null(SIZE), None)
-    timing: Any = document_key(or_null(OBJECT), None)  # noqa: RUF009
+    timing: Any = document_key(or_null(OBJECT), None)
     has_timed: bool = document_key(FLAG, False)
 
 
@@ -275,7 +275,7 @@ class RunState:
 class TimedWay:
     """A measurement of one way of running: the parts in low precision, its first step, and its time once known."""
 
-    parts: list[str] = document_key(LIST)  # noqa: RUF009
+    parts: list[str] = document_key(LIST)
     first: int = document_key(SIZE)
     ms: float | None = document_key(or_null(_WEIGHT), None)
 

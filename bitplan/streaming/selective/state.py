@@ -70,7 +70,7 @@ class UnitState:
     excluded   reason -> number of steps
     """
 
-    precision: Precision | None = document_key(or_null(one_of(*PRECISIONS)), None)  # noqa: RUF009  a field
+    precision: Precision | None = document_key(or_null(one_of(*PRECISIONS)), None)
     reason: str = document_key(TEXT, "no assignment yet: bf16")
     score: float | None = document_key(or_null(_FLOAT), None)
     last_switch_step: int | None = document_key(or_null(SIZE), None)
