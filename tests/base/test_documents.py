@@ -39,11 +39,11 @@ class Shelf:
     named: dict[str, Book] = document_key(records_by_name(Book, sort=sorted), factory=dict)
 
 
-def book(title="a", **more):
+def book(title: str = "a", **more: object) -> dict[str, object]:
     return {"title": title, "bytes": 3, **more}
 
 
-def test_what_is_written_is_read_back():
+def test_what_is_written_is_read_back() -> None:
     shelf = Shelf([Book("a", 3, seen=7)], {"z": Book("z", 0, (1, 2), 0.5), "b": Book("b", 1)})
     document = document_of(shelf)
     assert document == {
@@ -69,12 +69,12 @@ def test_what_is_written_is_read_back():
         ({"books": [book(seen=1)], "named": {}}, r"books\[0\]: unknown key 'seen'"),
     ],
 )
-def test_what_is_wrong_is_named_by_its_path(document, message):
+def test_what_is_wrong_is_named_by_its_path(document: object, message: str) -> None:
     with pytest.raises(FileFormatError, match=f"shelf.json: {message}"):
         READER.record(Shelf, "", document)
 
 
-def test_keys_beside_the_fields_are_checked_and_left():
+def test_keys_beside_the_fields_are_checked_and_left() -> None:
     document = {"version": 1, **book()}
     assert READER.record(Book, "", document, {"version": SIZE}) == Book("a", 3)
     with pytest.raises(FileFormatError, match="version is missing"):
