@@ -210,8 +210,8 @@ def _limits(numbers: Array, max_bins: int) -> Array:
     if len(starts) > max_bins:
         # A cut after every 1/max_bins of the rows, moved to the end of the run of equal numbers it falls into.
         quantiles = np.arange(1, max_bins) * (len(present) / max_bins)
-        cuts = np.unique(np.searchsorted(starts, quantiles, side="left"))
-        cuts = cuts[(cuts > 0) & (cuts < len(starts))]
+        cuts = np.searchsorted(starts, quantiles, side="left")
+        cuts = cuts[np.append(True, cuts[1:] > cuts[:-1]) & (cuts > 0) & (cuts < len(starts))]
     else:
         cuts = np.arange(1, len(starts))
     below, above = (present[starts[at]].astype(np.float64) for at in (cuts - 1, cuts))

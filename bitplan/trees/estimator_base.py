@@ -324,8 +324,8 @@ class BoostedTreesBase(FittedTrees):
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
             if name in NO_SETTINGS:
                 raise TypeError(f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}")
-            names = {*cls.__dataclass_fields__, *inspect.signature(cls.__init__).parameters}
-            if name not in names and (meant := did_you_mean(name, cls.__dataclass_fields__)):
+            is_known = name in cls.__dataclass_fields__ or name in inspect.signature(cls.__init__).parameters
+            if not is_known and (meant := did_you_mean(name, cls.__dataclass_fields__)):
                 raise TypeError(f"{cls.__name__}: there is no setting {name!r}{meant}")
         estimator: Self = super().__new__(cls)
         return estimator
@@ -431,6 +431,8 @@ class BoostedTreesBase(FittedTrees):
         shards: Shards,
     ) -> Array:
         """Agree on the type of x, which is returned in it; refuses settings, features and targets that differ."""
+        if shards.count == 1:
+            return x
         always = {
             "the version of bitplan": __version__,
             "the estimator": type(self).__name__,

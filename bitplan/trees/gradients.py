@@ -138,7 +138,7 @@ def check_floats(grads: Array, hess: Array) -> None:
             lies = "" if part.flags.c_contiguous else ", with gaps"
             raise TreesError(
                 f"{name}: expected float32 numbers in one dimension, one after the other, got {part.dtype} of shape "
-                f"{part.shape}{lies}; numpy.ascontiguousarray({name}, numpy.float32) makes them of one dimension"
+                f"{part.shape}{lies}; numpy.ravel({name}).astype(numpy.float32) gives them so"
             )
     if len(grads) != len(hess):
         raise TreesError(f"hess: expected {len(grads)} numbers, as grads has, got {len(hess)}")

@@ -115,7 +115,6 @@ class TreeGrower:
         self._numbers = rules.numbers
         self._team: TeamSpace | None = None
         self._team_growth: Growth | None = None
-        self._addresses: dict[tuple[bool, bool, bool], Array] = {}
         self._space, self._spare = np.empty(data.rows, np.uint64), np.empty(data.rows, np.uint64)
         self._entries, self._scales = self._space[:0], np.zeros(2)
         self._chosen: Array | None = None
@@ -151,9 +150,7 @@ class TreeGrower:
 
     def twin(self) -> TreeGrower:
         """Another grower for the same rows, with its own list of copied columns, to grow trees beside this one's."""
-        grower = TreeGrower(replace(self._data, is_there=self._data.is_there.copy()), self._bins, self._rules)
-        grower._addresses = self._addresses
-        return grower
+        return TreeGrower(replace(self._data, is_there=self._data.is_there.copy()), self._bins, self._rules)
 
     def grow(self, gradients: Gradients, rows: Array | range, features: Array) -> Grown:
         """Grow one tree from `rows` and the features it may use."""
@@ -205,7 +202,7 @@ class TreeGrower:
         growth.set_root(rows, NO_SUMS)
         size = team_size(self._data.rows, len(self._data.is_there), self._rules.max_leaves)
         if self._team is None or self._team.size != size:
-            self._team = TeamSpace(self._data, size, self._addresses)
+            self._team = TeamSpace(self._data, size)
         numbers = self._by_feature, self._scales, self._numbers, self._bins.is_category, self._monotone
         by_kind = self._by_kind if packs else (features, features, features)
         options = *numbers, self._judging_parts, packs and not precise

@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import typeof
 
 from bitplan.base.loops import helper_threads
 from bitplan.base.loops.atomics import LINE
 from bitplan.base.loops.jit import address_of, thread_count, worthwhile_threads
-from bitplan.base.loops.row_pieces import caller, words_of
+from bitplan.base.loops.row_pieces import call_of, form_of, words_of
 from bitplan.trees import histogram
 from bitplan.trees.binning import BinnedRows
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
@@ -121,21 +120,22 @@ def team_size(rows: int, features: int, leaves: int) -> int:
     return min(thread_count(), worthwhile_threads(tree_ns(rows, features, leaves)))
 
 
-class TeamSpace:
-    """Memory of up to `size` threads that grow one tree; `addresses` are of loops that were looked up before."""
+# Addresses of the loops of a kind of trees, which stay: asking numba for them takes a millisecond.
+_kernels_for: dict[Any, Array] = {}
 
-    def __init__(self, data: BinnedRows, size: int, addresses: dict[tuple[bool, bool, bool], Array]) -> None:
+
+class TeamSpace:
+    """Memory of up to `size` threads that grow one tree."""
+
+    def __init__(self, data: BinnedRows, size: int) -> None:
         self.size, self._data = size, data
         self._sync = np.zeros(loops.LEFTS + LINE * size, np.int64)
-        groups = [-(-width // GROUP) for width in data.widths]
-        self._cells = ((len(groups) - 1) * PANEL + groups[-1] * GROUP) * BINS
+        self._groups = [-(-width // GROUP) for width in data.widths]
+        self._cells = ((len(self._groups) - 1) * PANEL + self._groups[-1] * GROUP) * BINS
         self._row_bytes = np.array([8 * words_a_row(width) for width in data.widths])
         self._pool = np.empty(0, np.int64)
         self._parts: tuple[Array, Array, Array] | None = None
         self._given_by: tuple[Any, ...] = ()  # what the words below were made of
-        # Asking numba for them takes a millisecond a tree.
-        self._addresses = addresses
-        self._loops: dict[tuple[bool, bool, bool], tuple[Any, int]] = {}
         self._own = (
             np.zeros((2 * size, split.NODE_COLUMNS), np.int64),
             np.zeros((2 * size, 3)),
@@ -211,19 +211,18 @@ class TeamSpace:
         tables = growth.nodes, growth.reals, growth.goes_left
         order = growth.leaves, growth.splits, growth.counts, growth.ready, growth.top
         packs = options[-1]
-        needed = precise, packs, not packs or len(features[1]) > 0 or count > most
-        if needed not in self._addresses:
-            used_by = precise, needed[2], hess, rows, tables, order, growth.best_first, features, options
-            self._addresses[needed] = self._kernels(*used_by)
-        self._held = sizes, used, data, self._addresses[needed]  # as long as their addresses are used
+        judges_all = not packs or len(features[1]) > 0 or count > most
+        arrays = hess, rows, tables, order, features, options
+        needed = precise, packs, judges_all, growth.best_first, tuple(map(int, self._groups)), form_of(arrays)
+        if needed not in _kernels_for:
+            used_by = precise, judges_all, hess, rows, tables, order, growth.best_first, features, options
+            _kernels_for[needed] = self._kernels(*used_by)
+        self._held = sizes, used, data, _kernels_for[needed]  # as long as their addresses are used
         arguments = (
-            self._sync, sizes, self._addresses[needed], tables, order, growth.best_first, rows, data, self._pool,
+            self._sync, sizes, _kernels_for[needed], tables, order, growth.best_first, rows, data, self._pool,
             self._free, self._parts, features, options, self._own,
         )  # fmt: skip
-        if needed not in self._loops:
-            kinds = tuple(map(typeof, arguments))
-            self._loops[needed] = caller(kinds), address_of(loops.grow_tree, kinds=kinds)
-        self._function, address = self._loops[needed]
+        self._function, address = call_of(loops.grow_tree, arguments)
         return np.array([address, *words_of(arguments)])
 
     def _kernels(
@@ -260,7 +259,7 @@ class TeamSpace:
                 packed,
                 general,
                 address_of(few, panel, 0, 0, 0, *rest),
-                *(address_of(adders[-(-width // GROUP)], panel, *rest) for width in self._data.widths),
+                *(address_of(adders[groups], panel, *rest) for groups in self._groups),
             ],
             np.int64,
         )

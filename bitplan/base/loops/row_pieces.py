@@ -116,10 +116,27 @@ def written(write: Callable[[CallWriter], None]) -> Any:
     return function
 
 
-@functools.cache
-def caller(kinds: tuple[Any, ...]) -> Any:
-    """A C function of an address of words: it calls the loop at the first, with arguments of these types."""
+def form_of(argument: Any) -> Any:
+    """What decides an argument's type in loops, to look up what is known: to ask numba takes longer than the work."""
+    if isinstance(argument, np.ndarray):
+        return argument.dtype, argument.ndim, argument.flags.num
+    return tuple(map(form_of, argument)) if isinstance(argument, tuple) else type(argument)
 
+
+def call_of(loop: Any, arguments: tuple[Any, ...]) -> tuple[Any, int]:
+    """A C function of an address of words, which calls the loop at the first with such arguments; that address."""
+    key = loop, form_of(arguments)
+    if key not in _calls:
+        kinds = tuple(map(numba.typeof, arguments))
+        _calls[key] = _caller(kinds), address_of(loop, kinds=kinds)
+    return _calls[key]
+
+
+_calls: dict[Any, tuple[Any, int]] = {}
+
+
+@functools.cache
+def _caller(kinds: tuple[Any, ...]) -> Any:
     def write(writer: CallWriter) -> None:
         words = [writer.load(1 + word) for word in range(sum(map(writer.count, kinds)))]
         writer.call(writer.load(0), list(kinds), words)
@@ -159,8 +176,11 @@ class End:
 
 
 def threads_for(count: int, row_ns: float) -> int:
+    work = count * row_ns
+    if work < 2 * AWAKE_HELPER_NS:
+        return 1
     least = AWAKE_HELPER_NS if helper_threads.are_awake() else HELPER_NS
-    return min(thread_count(), max(int(count * row_ns / least), 1))
+    return min(thread_count(), max(int(work / least), 1))
 
 
 def piece_rows(count: int, threads: int, pieces: int = PIECES_A_THREAD) -> int:
@@ -175,7 +195,13 @@ def run(loop: Any, count: int, row_ns: float, *arguments: Any, pieces: int = PIE
     """
     threads = threads_for(count, row_ns)
     if threads == 1:
-        loop(*[_uncut(argument, type(argument), count) for argument in arguments])
+        loop(*[
+            argument.array if (kind := type(argument)) is Cut
+            else argument.more if kind is First
+            else count if kind is End
+            else argument
+            for argument in arguments
+        ])  # fmt: skip
         return
     key = loop, *map(_key, arguments)
     if key not in _known:
@@ -193,18 +219,9 @@ _known: dict[Any, tuple[Any, int]] = {}  # by loop and arguments: the function t
 
 
 def _key(argument: Any) -> Any:
-    """A key for cached argument forms, by type and layout: to ask numba for a type takes longer than the work."""
     if isinstance(argument, Cut):
-        return argument.array.dtype, argument.array.ndim, argument.array.flags.num, argument.axis, argument.share
-    if isinstance(argument, np.ndarray):
-        return argument.dtype, argument.ndim, argument.flags.num
-    return type(argument)
-
-
-def _uncut(argument: Any, kind: type, count: int) -> Any:
-    if kind is Cut:
-        return argument.array
-    return argument.more if kind is First else count if kind is End else argument
+        return form_of(argument.array), argument.axis, argument.share
+    return form_of(argument)
 
 
 def _form_of(argument: Any) -> tuple[Any, int, int]:

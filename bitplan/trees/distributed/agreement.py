@@ -18,8 +18,6 @@ SAME_VERSION = "run the same version of bitplan everywhere"
 
 def agree(always: dict[str, Any], of_rows: dict[str, Any], rows: int, shards: Shards) -> dict[str, Any]:
     """The facts in which all processes agree; `of_rows` counts only where there are rows. Refuses by name."""
-    if shards.count == 1:
-        return always | of_rows
     document = {name: describe(value) for name, value in always.items()}
     document |= {name: describe(value) for name, value in of_rows.items()} if rows else {}
     documents = gather_json(document, "settings and features", shards)
