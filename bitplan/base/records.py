@@ -306,12 +306,18 @@ def read_json(path: str | Path, *, max_bytes: int = MAX_JSON_BYTES) -> Any:
 def read_text(path: str | Path, *, max_bytes: int = MAX_TEXT_BYTES) -> str:
     """The text of a file; a file that is not text is refused by name."""
     try:
-        text = read_bytes(path, max_bytes=max_bytes, noun="text").decode()
+        text = read_bytes(path, max_bytes=max_bytes, noun="text").decode("utf-8-sig")  # without a mark of its encoding
     except UnicodeDecodeError as error:
         raise FileFormatError(f"{path}: not UTF-8 text (byte {error.start}); give a plain text file") from None
     if not text.strip():
         raise FileFormatError(f"{path}: the text is empty; give a file of plain text")
     return text
+
+
+def read_texts(path: str | Path) -> str | dict[str, str]:
+    """The text of a file; of .jsonl by its name, for whether lines are conversations goes by that."""
+    text = read_text(path)
+    return {str(path): text} if Path(path).suffix == ".jsonl" else text
 
 
 def parse_json(text: bytes, *, where: str) -> Any:

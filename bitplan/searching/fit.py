@@ -411,7 +411,7 @@ def fit(
     *,
     goal: FitGoal | Mapping[str, Any],
     text: Text | None = None,
-    held_out: Sequence[Tensor] | str | None = None,
+    held_out: Sequence[Tensor] | str | Mapping[str, str] | None = None,
     formats: Sequence[str] | None = None,
     keep: Sequence[str] = (),
     out: str | Path | None = None,

@@ -307,7 +307,7 @@ def search(
     *,
     goal: Goal | Mapping[str, Any],
     text: Text | None = None,
-    held_out: Sequence[Tensor] | str | None = None,
+    held_out: Sequence[Tensor] | str | Mapping[str, str] | None = None,
     formats: Sequence[str] | None = None,
     target: str = "bitplan",
     keep: Sequence[str] = (),

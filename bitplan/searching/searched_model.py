@@ -11,7 +11,6 @@ outputs]; files have them so, too, or one by one, or (GGUF) gate and up apart. A
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import re
 import warnings
@@ -34,7 +33,6 @@ from bitplan.files.open_files import open_tensors
 from bitplan.files.packed_folder import CONFIG, QUANTIZATION_KEYS, read_config
 from bitplan.files.tensor_file import TensorSpec, spec_of
 from bitplan.files.tensor_recipes import FilePiece, assign
-from bitplan.files.transformers_names import foreign_faults
 from bitplan.packed.checkpoints.causal_lm import (
     CausalLM,
     load_causal_lm,
@@ -569,14 +567,13 @@ class SearchText:
 
 # Plain, or contents by the names of their files, of which each is a kind of text; None is text that the model writes.
 Text = str | Mapping[str, str | None]
-JSONL = ".jsonl"
 
 
 def prepare(
     model: nn.Module | str | Path,
     batches: Sequence[Tensor] | None,
     text: Text | None,
-    held_out: Sequence[Tensor] | str | None,
+    held_out: Sequence[Tensor] | str | Mapping[str, str] | None,
     *,
     keep: Sequence[str] = (),
     only: Sequence[str] = (),
@@ -591,7 +588,7 @@ def prepare(
     beside others is for the statistics alone, in as many windows as all others have; without others it is for all.
     """
     if isinstance(model, nn.Module):
-        if batches is None or isinstance(held_out, str):
+        if batches is None or isinstance(held_out, str | Mapping):
             raise SearchError("a model in memory has no tokenizer: batches and held_out must be token ids")
         proof = None if held_out is None else _windows_of_batches(held_out)
         subject = subject_of(model, keep=keep, only=only, device=device)
@@ -601,8 +598,8 @@ def prepare(
     lm, subject = _read_model(Path(model), keep, only, device)
     length = min(512, lm.positions or 512) if context is None else context
     lm.check_context(length)
-    if isinstance(held_out, str):
-        proof = _whole(lm.windows(held_out, length))
+    if isinstance(held_out, str | Mapping):
+        proof = _whole(lm.windows(lm.plain(held_out), length))
     else:
         proof = None if held_out is None else _windows_of_batches(held_out)
     if not isinstance(text, Mapping):
@@ -617,7 +614,7 @@ def prepare(
         raise SearchError("text of several kinds keeps the last quarter of each for the proof; give no other for it")
     cuts = {
         name: _split_text(
-            _whole(lm.windows(plain_text(lm, name, content), length)),
+            _whole(lm.windows(lm.plain({name: content}), length)),
             proof,
             math.ceil(windows / len(given)),
             len(lm.prefix),
@@ -647,38 +644,6 @@ def _own_text(lm: CausalLM, subject: SearchSubject, count: int, length: int, sta
     with stage("writing text", count * length) as advance:
         writer = lm.to(subject.device, torch.float32)
         return write_own_text(writer, count, length, on_tokens=lambda tokens: advance(tokens, "tokens"))
-
-
-def plain_text(lm: CausalLM, name: str, content: str) -> str:
-    """A file's text: of JSONL, conversations by the tokenizer's chat template ("messages"), or plain ("text")."""
-    if not name.endswith(JSONL):
-        return content
-    pieces = []
-    for number, line in enumerate(filter(str.strip, content.splitlines()), start=1):
-        try:
-            item = json.loads(line)
-        except ValueError:
-            item = None
-        messages = item.get("messages") if isinstance(item, dict) else None
-        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
-            pieces.append(render_chat(lm, messages))
-        elif isinstance(item, dict) and isinstance(item.get("text"), str):
-            pieces.append(item["text"])
-        else:
-            raise SearchError(
-                f'{name}: line {number}: expected {{"messages": [{{"role": ..., "content": ...}}]}} or '
-                f'{{"text": ...}}, got {line[:60]!r}'
-            )
-    return "\n".join(pieces)
-
-
-def render_chat(lm: CausalLM, messages: Sequence[Mapping[str, str]]) -> str:
-    """A conversation as text by the tokenizer's chat template, as the model was trained to see it."""
-    if not getattr(lm.tokenizer, "chat_template", None):
-        raise SearchError(f"{lm.where}: the tokenizer has no chat template for conversations; give plain text")
-    where = f"{lm.where}: its chat template refuses a conversation"  # it is a program, and raises what it likes
-    with foreign_faults(SearchError, where):
-        return str(lm.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
 
 
 def _joined_cuts(cuts: Mapping[str, SearchText]) -> SearchText:

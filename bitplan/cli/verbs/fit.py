@@ -60,7 +60,7 @@ def fit(
 
     Example: bitplan fit llama --memory 24GB --context 32k --text text.txt --window 16 --formats mxfp4,int8_row
     """
-    from bitplan.base.records import read_text
+    from bitplan.base.records import read_texts
     from bitplan.cli.verbs.search import read_kinds, what_is_left
     from bitplan.files.headers import check_model_source
     from bitplan.searching.engine_memory import engine_of
@@ -73,7 +73,7 @@ def fit(
     if not text and not plan_only:
         raise GoalError("a fit needs text, or the evidence of an earlier one", settings={"text": "FILE"})
     content = read_kinds(text) if text else None
-    proof = None if held_out is None else read_text(held_out)
+    proof = None if held_out is None else read_texts(held_out)
     check_model_source(model, None)
 
     from bitplan.report.page import write_report

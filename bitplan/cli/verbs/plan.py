@@ -80,12 +80,12 @@ def verify(
     Example: bitplan verify packed --source llama --text text.txt --context 16
     """
     from bitplan.base.errors import BitplanError
-    from bitplan.base.records import read_text
+    from bitplan.base.records import read_texts
     from bitplan.searching.verify import Verification, verify_model
 
     if headers and (source is not None or text is not None):
         raise typer.BadParameter("--headers reads no data, and --source and --text do: leave it out")
-    outcome, content = Verification(), None if text is None else read_text(text)
+    outcome, content = Verification(), None if text is None else read_texts(text)
     if len(arguments) == 1 and Path(arguments[0]).exists() and not headers:
         with ExitStack() as shown:
             outcome = verify_model(

@@ -26,7 +26,9 @@ def judge(
         Path | None,
         typer.Argument(metavar="B", help="What is measured against it; none: A itself, in the formats that are given."),
     ] = None,
-    text: Annotated[Path | None, typer.Option(metavar="FILE", help="Plain text to measure on.")] = None,
+    text: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Text to measure on: plain, or .jsonl of chats.")
+    ] = None,
     fmt: Annotated[
         list[str] | None,
         typer.Option(
@@ -83,7 +85,7 @@ def judge(
     Example: bitplan judge llama packed --text text.txt --context 16
     """
     from bitplan.base.errors import MeasureError
-    from bitplan.base.records import check_output, read_text
+    from bitplan.base.records import check_output, read_texts
     from bitplan.files.headers import check_model_source, is_gguf
     from bitplan.files.open_files import open_tensors
     from bitplan.formats import get_format
@@ -107,7 +109,7 @@ def judge(
         raise MeasureError("--keep and --scale-rule go with --format; a manifest or plan says itself what gets what")
     manifests = [(f"manifest {name}", open_manifest(name)) for name in manifest or ()]
     plans = [(f"plan {path}", Plan.load(path)) for path in plan or ()]
-    content = read_text(text)
+    content = read_texts(text)
     for model in (candidate, reference):
         if model is not None:
             has_own = model is reference and candidate is not None and (model.is_dir() or is_gguf(model))

@@ -92,7 +92,7 @@ def search(
     Example: bitplan search llama --text text.txt --context 16 --bits 7 --formats mxfp4,int8_row --output found
     """
     from bitplan.base.folders import check_output_folder, finish_folder, unfinished
-    from bitplan.base.records import read_text
+    from bitplan.base.records import read_texts
     from bitplan.files.headers import check_model_source
     from bitplan.files.open_files import open_tensors
     from bitplan.searching.goal import Goal, parse_bytes, parse_kinds
@@ -104,7 +104,7 @@ def search(
     names = None if formats is None else [name.strip() for name in formats.split(",")]
     candidates(target, names)
     content = read_kinds(text)
-    proof = None if held_out is None else read_text(held_out)
+    proof = None if held_out is None else read_texts(held_out)
     check_model_source(model, None)
     open_tensors(model).close()
     # With --force the evidence of an earlier search stays until the new one is whole.

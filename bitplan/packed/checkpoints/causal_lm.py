@@ -25,8 +25,9 @@ of a plain array over the same bytes it does not. Opening SmolLM2-135M took 35 s
 from __future__ import annotations
 
 import functools
+import json
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -229,9 +230,48 @@ class CausalLM:
         """The text in windows of `context` tokens, each beginning as the tokenizer begins a text."""
         return windows_of(self.encode(text), context, prefix=self.prefix)
 
+    def plain(self, text: str | Mapping[str, str]) -> str:
+        """Plain text; of contents by the names of their files, those that end in .jsonl hold conversations or texts."""
+        contents = {"": text} if isinstance(text, str) else text
+        return "\n".join(_plain_text(self, name, content) for name, content in contents.items())
+
     def _tokens(self, text: str, *, special: bool) -> list[int]:
         ids: list[int] = self.tokenizer(text, verbose=False, add_special_tokens=special)["input_ids"]
         return ids
+
+
+def _plain_text(lm: CausalLM, name: str, content: str) -> str:
+    """A file's text: of JSONL, conversations by the tokenizer's chat template ("messages"), or plain ("text")."""
+    if not name.endswith(".jsonl"):
+        return content
+    pieces = []
+    for number, line in enumerate(content.split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            item = json.loads(line)
+        except ValueError:
+            item = None
+        messages = item.get("messages") if isinstance(item, dict) else None
+        if isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages):
+            pieces.append(_chat_text(lm, messages))
+        elif isinstance(item, dict) and isinstance(item.get("text"), str):
+            pieces.append(item["text"])
+        else:
+            raise MeasureError(
+                f'{name}: line {number}: expected {{"messages": [{{"role": ..., "content": ...}}]}} or '
+                f'{{"text": ...}}, got {line[:60]!r}'
+            )
+    return "\n".join(pieces)
+
+
+def _chat_text(lm: CausalLM, messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation as text by the tokenizer's chat template, as the model was trained to see it."""
+    if not getattr(lm.tokenizer, "chat_template", None):
+        raise MeasureError(f"{lm.where}: the tokenizer has no chat template for conversations; give plain text")
+    where = f"{lm.where}: its chat template refuses a conversation"  # it is a program, and raises what it likes
+    with foreign_faults(MeasureError, where):
+        return str(lm.tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False))
 
 
 def require_finite(logits: Tensor, lm: CausalLM, tokens: int) -> None:

@@ -120,7 +120,7 @@ class TextComparison:
 def compare_on_text(
     reference: str | Path,
     candidate: str | Path | None,
-    text: str,
+    text: str | Mapping[str, str],
     *,
     variants: Sequence[Variant] = (),
     config: str | Path | None = None,
@@ -133,6 +133,7 @@ def compare_on_text(
     MLX or another scheme that `bitplan.open_tensors` reads; they are decoded. Models of different tokens are refused.
 
     candidate   None: the reference itself, in the formats of `variants`
+    text        plain; or by the names of files, of which those that end in .jsonl hold conversations
     config      a folder or GGUF file with config and tokenizer, for a file of weights alone
     on_windows  called with the number of windows to measure; gives what is called with those just done, and of what
     """
@@ -142,12 +143,13 @@ def compare_on_text(
     device = known_device(chosen.device, "compute on the CPU")
     paths = [Path(path) for path in (reference, candidate) if path is not None]
     first, second = (lm.to(device, chosen.dtype) for lm in _load_pair(paths[0], paths[-1], config))
+    content = first.plain(text)
     context = chosen.context or min(LONGEST_CONTEXT, *(lm.positions or LONGEST_CONTEXT for lm in (first, second)))
     for lm in (second, first):
         lm.check_context(context)
     if first.model is not second.model:
-        require_same_tokens(second, first, text)
-    windows = second.windows(text, context)
+        require_same_tokens(second, first, content)
+    windows = second.windows(content, context)
     windows = windows if chosen.tokens is None else spread_windows(windows, chosen.tokens)
     is_itself = candidate is None and rounded in (None, AS_LLAMA_CPP) and kv is None
     jobs: list[_Job] = [] if is_itself else [(Path(second.where).name, None, None, None)]

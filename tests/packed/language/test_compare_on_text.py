@@ -174,6 +174,28 @@ def test_a_text_gives_static_scales(models, tmp_path, capsys):
     assert 0 < kl_of(models["llama"], packed) < 0.1
 
 
+def test_lines_of_json_are_measured_as_their_text_and_a_mark_of_encoding_is_none(models, tmp_path, capsys):
+    """The syntax of .jsonl is no text; a separator of lines within a string of JSON ends no line of the file."""
+    lines = [TEXT[:200], TEXT[200:] + "\u2028 end"]
+    written = {
+        "text.txt": "\n".join(lines),
+        "marked.txt": "\ufeff" + "\n".join(lines),
+        "text.jsonl": "\n".join(json.dumps({"text": line}, ensure_ascii=False) for line in lines),
+    }
+    figures = []
+    for name, content in written.items():
+        (tmp_path / name).write_text(content)
+        words = ["judge", models["llama"], models["packed"], "--text", tmp_path / name, "--context", "16", "--json"]
+        assert run([*map(str, words), "--no-floor"]) == 0, capsys.readouterr().err
+        figures.append(json.loads(capsys.readouterr().out)["rows"][0]["kl"])
+    assert figures[0] == figures[1] == figures[2]
+    (tmp_path / "text.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    assert run(
+        ["verify", str(models["packed"]), "--source", str(models["llama"]), "--text", str(tmp_path / "text.jsonl")]
+    )
+    assert "text.jsonl: line 2: expected" in capsys.readouterr().err
+
+
 def test_models_of_other_tokens_are_refused_by_name(models, tmp_path):
     save_llama(tmp_path / "other", merges=[("a", "e")])
     with pytest.raises(MeasureError, match=r"other and .*llama cut the text into different tokens, from token"):
