@@ -28,11 +28,13 @@ from bitplan.files.packed_folder import (
     Shard,
     check_packed_output,
     cut_shards,
+    folder_kv,
     is_model_folder,
     is_packed_config,
     packed_config,
     packed_shapes,
     read_config,
+    shown_inputs,
     side_files,
     transposed_by_names,
     without_packed_layer,
@@ -299,6 +301,8 @@ class Quantization(Closing):
             if described is not None:
                 _require_whole(file, described)
                 self.report.notes += described.notes
+            if is_model:
+                self.report.notes += _left_behind(file, rounds=inputs is not None or bool(plan.inputs), kv=self._kv)
             opened.pop_all()
 
     @property
@@ -616,6 +620,16 @@ def _evidence_for(statistics: EvidenceFile, file: TensorFile, transposed: Collec
 
 def _with_reason(entry: Planned, reason: str, **changes: Any) -> Planned:
     return replace(entry, choice=replace(entry.choice, reason=reason, **changes))
+
+
+def _left_behind(file: TensorFile, *, rounds: bool, kv: KVFormats | None) -> list[str]:
+    """What a packed folder says of inputs, keys and values, where nothing is said of them for its new folder."""
+    config, after = read_config(file.folder), "and the new folder leaves them as they are; ask for formats of them"
+    inputs, kept = shown_inputs(config), folder_kv(config, str(file.folder))
+    notes = [] if rounds or inputs is None else [f"{file.folder} rounds inputs of its layers ({inputs}), {after}"]
+    return notes + (
+        [] if kv is not None or kept is None else [f"{file.folder} keeps keys and values in {kept}, {after}"]
+    )
 
 
 def _packed_before(file: TensorFile, plan: Plan) -> list[str]:

@@ -120,6 +120,16 @@ def test_a_folder_keeps_the_format_of_inputs(llama: Path, tmp_path: Path, capsys
     assert {name for name, fmt in inputs_of(model).items() if fmt == "q8_0_gguf"} == {"lm_head.weight"}
 
 
+def test_a_folder_that_is_packed_anew_says_what_it_leaves_behind(llama: Path, tmp_path: Path) -> None:
+    packed, again = tmp_path / "packed", tmp_path / "again"
+    bitplan.quantize_file(llama, packed, "int8_row", inputs="int8", options={"kv": "int8:int4"})
+    notes = bitplan.quantize_file(packed, again, "q8_0_gguf").notes
+    assert sum("rounds inputs of its layers (q8_0_gguf), and the new folder leaves them" in note for note in notes) == 1
+    assert sum("keeps keys and values in int8_row:int4_g32, and the new" in note for note in notes) == 1
+    notes = bitplan.quantize_file(packed, tmp_path / "said", "q8_0_gguf", inputs="keep", options={"kv": "keep"}).notes
+    assert not any("the new folder leaves them" in note for note in notes)
+
+
 RULES = {
     "version": 1,
     "patterns": [

@@ -138,7 +138,8 @@ def _show_end(result: Generated, *, asked: bool) -> None:
         f"weights {human_bytes(result.weight_bytes)}{memory} on {result.device}"
     )
     if result.inputs is not None:
-        say(f"Inputs of packed layers were rounded to {result.inputs}, as llama.cpp does; --inputs keep leaves them.")
+        as_theirs = ", as llama.cpp does" if result.inputs == "q8_0_gguf" else ""
+        say(f"Inputs of packed layers were rounded to {result.inputs}{as_theirs}; --inputs keep leaves them.")
     if result.kv is not None:
         say(f"Keys and values were kept in {result.kv}: {human_bytes(result.kv_bytes)}; --kv keep leaves them.")
     if result.ended == "context":
