@@ -420,7 +420,7 @@ class BlockUpkeep:
             self._check(f"{block.name}.{name}", block, one, parameter := current_parameter(f"{block.name}.{name}", one))
             one.parameter = parameter
             if into_masters and self._training is not None and self._trains(block, name):
-                self._training.weight(block.name, name).read_parameter()
+                self._training.read_parameter(block.name, name, parameter)
         self._note(block)
 
     def _note(self, block: StreamedBlock) -> None:

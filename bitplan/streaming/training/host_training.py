@@ -33,6 +33,7 @@ weight's forward of that step has waited for the update that read it.
 from __future__ import annotations
 
 import math
+import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -52,7 +53,7 @@ from bitplan.streaming.saved_tensors import refuse_second_derivatives
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw import AdamWSettings, pieces, setting
 from bitplan.streaming.training.optimizers import HostOptimizer, Settings
-from bitplan.streaming.training.processes import Processes, listed_ranks
+from bitplan.streaming.training.processes import Processes, listed_ranks, several_processes, sum_of_bits
 from bitplan.streaming.training.trained_weight import MASTER, DueStep, TrainedWeight, prepare_adamw, step_weights
 from bitplan.streaming.transfer.copies import FiniteCheck, Latch, SentFlags, Worker, wait_for
 from bitplan.streaming.transfer.devices import Mark, StreamDevice
@@ -312,6 +313,7 @@ class HostTraining:
         self._device, self._timeout_s, self._shards = device, options.timeout_s, options.shard_optimizer
         self._blocks = {block.name: block for block in blocks}
         self.processes: Processes | None = None
+        self._edits = self._loaded = 0  # by other code, of weights and states: sums to compare with other processes'
         self.settings: Settings = options.optimizer or AdamWSettings()
         self.max_norm = options.clip_grad_norm
         self.updates_early = options.update_in_backward
@@ -400,6 +402,13 @@ class HostTraining:
             for key, settings in needed.items():
                 self.weight(*key).divide(processes, settings, owners.get(key))
         self.processes = processes
+
+    def read_parameter(self, block: str, name: str, parameter: Tensor) -> None:
+        """Take a weight over that other code has changed, and note that for a look at other processes' weights."""
+        weight = self.weight(block, name)
+        weight.read_parameter()
+        if several_processes():
+            self._edits = zlib.crc32(f"{weight.name} {sum_of_bits(parameter)}".encode(), self._edits)
 
     @property
     def _update_s(self) -> float:
@@ -660,7 +669,9 @@ class HostTraining:
             return math.inf  # the step is skipped
         gradients, flags = self.gradients, self._finite.send(self.gradients.step)
         self._in_turn(
-            lambda: self._settle_gradients(gradients, "clip_gradients", lambda: self._await_gradients(gradients, flags))
+            lambda: self._settle_gradients(
+                gradients, "clip_gradients", lambda: self._await_gradients(gradients, flags), max_norm
+            )
         )
         return self._scale(gradients, max_norm, also)
 
@@ -688,8 +699,13 @@ class HostTraining:
         self._await_arrival(gradients)
         return not self._finite.not_finite(flags)
 
-    def _settle_gradients(self, gradients: StepGradients, call: str, check: Callable[[], bool]) -> bool:
-        """Make the gradients the mean over all processes, once `check` has passed in each; False where one says so."""
+    def _settle_gradients(
+        self, gradients: StepGradients, call: str, check: Callable[[], bool], settings: object = None
+    ) -> bool:
+        """Make the gradients the mean over all processes, once `check` has passed in each; False where one says so.
+
+        settings: of this call, the same in all processes.
+        """
         if self.processes is None:
             return check()
         failure, is_finite = None, False
@@ -699,7 +715,10 @@ class HostTraining:
             failure = error
         keys = self._keys
         kinds = [gradients.kind(key) or FROZEN * self._is_frozen(key) for key in keys]
-        rows = self.processes.agree(call, gradients.step, failure, [int(is_finite), *kinds])
+        common = [self._edits, self._loaded, zlib.crc32(repr(settings).encode())]
+        rows = self.processes.agree(call, gradients.step, failure, [*common, int(is_finite), *kinds])
+        self._refuse_unlike(rows, f"step {gradients.step}: {call}", settings)
+        rows = [row[len(common) :] for row in rows]
         if not all(row[0] for row in rows):
             return False
         if not gradients.is_averaged:
@@ -714,6 +733,25 @@ class HostTraining:
     def _is_frozen(self, key: Key) -> bool:
         block, name = key
         return not self._blocks[block].parameters[name].parameter.requires_grad
+
+    def _refuse_unlike(self, rows: Sequence[Sequence[int]], what: str, settings: object) -> None:
+        """Refuse processes whose weights would part: changed or loaded in some alone, or trained by other settings."""
+        edits, loaded, chosen = ([rank for rank, row in enumerate(rows) if row[at] != rows[0][at]] for at in range(3))
+        if edits and not self.is_sharded and self.processes is not None:  # they may be the same again
+            self.processes.require_same(
+                {name: part for one in self.trained().values() for name, part in one.parts().items()}
+            )
+            self._edits, edits = 0, []
+        for ranks, reason in (
+            (
+                edits,
+                "weights were changed in some processes alone: change them alike in each, and load one state in all",
+            ),
+            (loaded, "a state was loaded in some processes alone: load one state in all"),
+            (chosen, f"learning rate, optimizer or clipping differ: set them alike in each; here {settings}"),
+        ):
+            if ranks:
+                raise StreamError(f"{what}: {listed_ranks(ranks)} would train other weights than rank 0: {reason}")
 
     def _refuse_partly_frozen(self, kinds: Sequence[Sequence[int]], step: int) -> None:
         """Refuse a weight that is frozen in some processes: the others would train it by their gradients alone."""
@@ -840,7 +878,8 @@ class HostTraining:
             assert update.flags is not None
             return self._await_gradients(update.gradients, update.flags)
 
-        self._settle_gradients(update.gradients, "end_step", check)
+        settings = list(dict.fromkeys(map(str, {id(one): one for one in update.settings.values()}.values())))
+        self._settle_gradients(update.gradients, "end_step", check, (settings, self.max_norm))
         if self.max_norm is not None:
             self._scale(update.gradients, self.max_norm)
 
@@ -979,6 +1018,9 @@ class HostTraining:
     ) -> None:
         """Restore a saved state; nothing may be under way. copies: False if only this call holds the tensors."""
         self._open = self._update = self.failure = None
+        self._edits = self._loaded = 0
+        for name, states in tensors.items() if several_processes() else ():
+            self._loaded = zlib.crc32(f"{name} {[*map(sum_of_bits, states.values())]}".encode(), self._loaded)
         self.torn = "loading a state broke off: some weights are of it and some are not; load it again"
         self.lr, self.gradient_norm, self.is_settled = lr, None, False
         for key, settings in self.settings_now().items():

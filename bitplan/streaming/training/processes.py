@@ -149,7 +149,7 @@ class Processes:
 
     def require_same(self, tensors: Mapping[str, Tensor]) -> None:
         """Refuse weights that differ between processes; compares sums of their bits."""
-        sums = torch.tensor([_sum_of_bits(tensor) for tensor in tensors.values()])
+        sums = torch.tensor([sum_of_bits(tensor) for tensor in tensors.values()])
         gathered = [torch.empty_like(sums) for _ in range(self.count)]
         self._where = "comparing weights"
         self._meet(lambda: distributed.all_gather(gathered, sums, group=self._words))
@@ -298,7 +298,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.view(-1).view(torch.uint8)
 
 
-def _sum_of_bits(tensor: Tensor) -> int:
+def sum_of_bits(tensor: Tensor) -> int:
     flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
     flat = flat.clone() if flat.storage_offset() % 8 else flat  # int64 begins at a multiple of its size
     end = len(flat) // 8 * 8

@@ -332,6 +332,33 @@ def freeze_in_one(rank: int, _count: int) -> Result:
     return {}
 
 
+def train_unlike(rank: int, _count: int, what: str) -> Result:
+    """Process 1 alone has another rate or limit, changes a weight, or loads a state; at first it undoes a change."""
+    model = make_stack(adapters=False, count=2)
+    weight = model.layers[1].up.weight
+    with streaming(model, train="weights", optimizer=SETTINGS, shard_optimizer="sharded" in what) as stream:
+        for step in range(2):
+            stream.synchronize()
+            state = {name: one.detach().clone() for name, one in model.state_dict().items()}
+            changes = rank == 1 and step == 1  # in step 0 all weights are compared
+            if changes and what in ("undone", "change", "change sharded"):
+                with torch.no_grad():
+                    weight.mul_(3.0)
+                    model(batch(0))
+                if what == "undone":
+                    model.load_state_dict(state)
+            elif changes and what == "rate":
+                stream.training.lr = 0.5
+            elif changes and what == "load":
+                stream.load_state_dict(stream.state_dict())
+            with one_step(stream, step):
+                backward(model, batch(rank))
+                if what == "limit":
+                    stream.clip_gradients(1.0 + rank)
+        stream.synchronize()
+        return {"tensors": tensors_of(stream)}
+
+
 def disagree(rank: int, _count: int) -> Result:
     """Process 1 ends a step of another number."""
     model = make_stack(adapters=False, count=2)

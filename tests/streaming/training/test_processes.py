@@ -23,6 +23,13 @@ from tests.streaming.stream_samples import assert_equal, batch, make_stack, stre
 from tests.streaming.training.process_jobs import SETTINGS, frozen_outside, in_processes, train_alone, train_unevenly
 
 MUON, ADAFACTOR = (HostOptimizer(kind, 1e-3) for kind in (torch.optim.Muon, torch.optim.Adafactor))
+UNLIKE = {
+    "rate": "step 1: end_step: rank 1 would train other weights than rank 0: learning rate, optimizer or clipping",
+    "limit": "step 0: clip_gradients: rank 1 would train other weights .* set them alike in each; here",
+    "load": "step 1: end_step: rank 1 would train other weights than rank 0: a state was loaded in some",
+    "change": r"layers\.1\.up\.weight is another tensor in rank 1 than in rank 0",
+    "change sharded": "step 1: end_step: rank 1 would train .*: weights were changed in some processes alone",
+}
 JOBS = {
     "train": ("train", {}),
     "sharded": ("train", {"shard_optimizer": True, "clip_grad_norm": 0.1, "formats": "int8_row"}),
@@ -49,6 +56,8 @@ JOBS = {
     "subgroup": ("stream_in_a_subgroup", {}),
     "frozen in one": ("freeze_in_one", {}),
     "differ": ("differ", {}),
+    **{f"unlike: {what}": ("train_unlike", {"what": what}) for what in UNLIKE},
+    "undone": ("train_unlike", {"what": "undone"}),
     "disagree": ("disagree", {}),
 }
 
@@ -239,6 +248,17 @@ def test_a_weight_that_is_frozen_in_one_process_alone_is_refused_in_all(two):
         assert one["error"] == "StreamError"
         says = "layers.1.up.weight, step 1: frozen (requires_grad=False) in rank 1 and trained in the others"
         assert one["message"].startswith(says)
+
+
+@pytest.mark.parametrize("what", UNLIKE)
+def test_processes_that_would_train_other_weights_are_refused(two, what):
+    for one in two[f"unlike: {what}"]:
+        assert one["error"] == "StreamError"
+        assert re.search(UNLIKE[what], one["message"]), one["message"]
+
+
+def test_a_change_that_one_process_takes_back_is_none(two):
+    of_all(two["undone"])
 
 
 def test_processes_in_other_steps_are_refused(two):
