@@ -345,9 +345,11 @@ def modelopt(options: argparse.Namespace, subject: SearchSubject, lm: CausalLM, 
 
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
         windows = calibration_of(options, lm, text)
+        sizes = {name: math.prod(site.shape) for name, site in subject.sites.items()}
+        kept = sum(size for name, size in sizes.items() if ".layers." not in name) / sum(sizes.values())
         model, _ = mtq.auto_quantize(
             model,
-            constraints={"effective_bits": bits},
+            constraints={"effective_bits": bits * (1 - kept) + 16 * kept},  # it counts the head that it leaves
             quantization_formats=[mtq.INT4_AWQ_CFG, mtq.INT8_WEIGHT_ONLY_CFG],
             data_loader=windows,
             forward_step=lambda model, ids: model(input_ids=ids, labels=ids),

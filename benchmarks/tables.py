@@ -972,6 +972,38 @@ def kinds_table() -> str:
     return "\n".join(lines)
 
 
+def few_bits_table() -> str:
+    """Searched plans from 2.5 bits a weight on beside the best of rivals in their bytes, on two kinds of text."""
+    found = _read("few_bits_lm26m")
+    lines = [
+        "| searched plan of the 26M llama | MB | KL, the given kind | best rival in these bytes | of it "
+        "| KL, Shakespeare | best rival | of it |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in sorted(found["comparison"], key=lambda row: row["bytes"]):
+        cells = [row["plan"].removeprefix("searched, "), f"{row['bytes'] / 1e6:.2f}"]
+        for kind in ("same", "other"):
+            rivals = {name: kl for name, kl in row[kind]["rivals"].items() if kl is not None}
+            best = min(rivals, key=lambda name: rivals[name], default="")
+            error = found["rows"][row["plan"]]["kl_error"][kind]
+            cells += [f"{row[kind]['kl']:.4f} ± {error:.4f}", f"{best} {rivals[best]:.4f}" if best else ""]
+            cells.append(f"{row[kind]['of_best']:.2f}" if best else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def rivals_table() -> str:
+    """Every rival's rows of few bits a weight, on two kinds of text."""
+    found = _read("few_bits_lm26m")
+    lines = ["| rival on the 26M llama | bits | KL, the given kind | KL, Shakespeare |", "|---|---|---|---|"]
+    rows = [(label, row) for label, row in found["rows"].items() if row["by"] != "searched"]
+    for label, row in sorted(rows, key=lambda item: item[1]["tensor_bytes"]):
+        kls = [f"{row['kl'][kind]:.4f} ± {row['kl_error'][kind]:.4f}" for kind in ("same", "other")]
+        name = label if label.startswith(row["by"]) else f"{row['by']}'s {label}"
+        lines.append("| " + " | ".join([name, f"{row['bits']:.3f}", *kls]) + " |")
+    return "\n".join(lines)
+
+
 def _kl_of(name: str) -> str:
     row = next(row for row in _read("quality_lm26m")["rows"] if row["format"] == name)
     formats = name.replace(", embeddings ", "`, embeddings `")
@@ -1015,6 +1047,8 @@ PLACES = {  # page: its tables
         trees_kinds_table,
         trees_precision_table,
         kinds_table,
+        few_bits_table,
+        rivals_table,
     ),
     "docs/trees.md": (trees_fits_table, trees_gpu_table),
     "docs/engines.md": (engines_table, folders_table, vllm_table, vllm_cuda_table, vllm_speed_table),
