@@ -317,8 +317,10 @@ class BoostedTreesBase(FittedTrees):
     device: str = "cpu"
     verbose: bool = False
 
-    def __new__(cls, **settings: Any) -> Self:
+    def __new__(cls, *given: Any, **settings: Any) -> Self:
         """An estimator; settings under the names that LightGBM, XGBoost or scikit-learn have for them are refused."""
+        if given:
+            raise TypeError(f"{cls.__name__}: settings are given by name (n_estimators=100), got {given[0]!r:.60}")
         for name in settings:
             if name in OTHER_NAMES and name not in cls.__dataclass_fields__:
                 raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")

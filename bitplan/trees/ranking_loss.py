@@ -13,6 +13,7 @@ from bitplan.trees.distributed.shards import ALONE, Array, Shards, average
 from bitplan.trees.gradients import PIECE, TreesError
 from bitplan.trees.loops import gradients as ranking
 from bitplan.trees.objectives import Metric, OneScore
+from bitplan.trees.tables import is_missing
 
 MAX_RELEVANCE = 31  # 2^31 times as good as nothing
 
@@ -35,6 +36,9 @@ def sizes_of_queries(group: Any, ids: Any, name: str) -> Any:
     labels = np.asarray(ids)
     if labels.ndim != 1 or not len(labels):
         raise TreesError(f"{name}: expected the query of each row, got shape {labels.shape}")
+    missing = np.flatnonzero([is_missing(label) for label in labels] if labels.dtype.kind == "O" else labels != labels)
+    if len(missing):
+        raise TreesError(f"{name}: row {missing[0]} has no query, {labels[missing[0]]}; leave it out, or give it one")
     starts = np.flatnonzero(np.concatenate([[True], labels[1:] != labels[:-1]]))
     again = len(np.unique(labels[starts])) < len(starts)
     if again:

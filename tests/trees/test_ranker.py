@@ -92,6 +92,10 @@ def test_queries_of_rows_are_as_good_as_sizes():
     assert by_row.evals_result_ == plain.evals_result_
     with pytest.raises(TreesError, match="qid: rows of one query lie apart; sort X, y and qid by query"):
         plain.fit(x, y, qid=np.arange(len(y)) % 7)
+    for ids in (np.r_[np.zeros(len(y) - 1), np.nan], [*["a"] * (len(y) - 1), None]):
+        with pytest.raises(TreesError, match=f"qid: row {len(y) - 1} has no query, (nan|None)"):
+            plain.fit(x, y, qid=ids)
+    ids = np.zeros(len(y))
     with pytest.raises(TreesError, match="qid: the sizes of queries are given, too"):
         plain.fit(x, y, sizes, qid=ids)
     with pytest.raises(TreesError, match=r"eval_qid: expected the query of each row, got shape \(0,\)"):

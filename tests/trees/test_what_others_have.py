@@ -344,6 +344,8 @@ def test_columns_of_frames_that_are_no_numbers(rows):
 def test_settings_that_are_not_ours(name, said):
     with pytest.raises(TypeError, match=said):
         BoostedTreesRegressor(**{name: 1})
+    with pytest.raises(TypeError, match=r"BoostedTreesRegressor: settings are given by name .*, got 10"):
+        BoostedTreesRegressor(10)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from bitplan.trees.distributed.shards import (
@@ -39,6 +39,7 @@ class OtherProcessIsEmpty:
         return [part, part[:0]]
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(FLOATS, st.randoms())
 def test_sum_is_right_and_has_no_order(numbers, random):
     (result,) = sum_exactly([np.array(numbers)], ALONE)
