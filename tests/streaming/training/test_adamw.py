@@ -65,7 +65,7 @@ def test_the_loop_equals_torchs_fused_adamw(count, gradient, sent):
 
 
 @pytest.mark.usefixtures("needs_bits")
-@pytest.mark.cross("count", [100, 256, 7_003])
+@pytest.mark.cross("count", [100, 256, 70_003])
 @pytest.mark.cross("gradient", [torch.float32, torch.bfloat16])
 @pytest.mark.cross("is_split", [False, True])
 def test_the_loop_of_small_states_equals_its_definition(count, gradient, is_split):
