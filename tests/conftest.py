@@ -9,13 +9,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from _pytest.logging import catching_logs
 
+from tests.caught_logs import caplog  # noqa: F401
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # torch's threads else look for work for 10 ms after every loop
@@ -65,10 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
             return  # they run the tests: this process needs no torch
     import torch
 
-    catching_logs.__enter__ = attach_to_root
-    for plugin in config.pluginmanager.get_plugins():
-        if type(plugin).__name__ == "WorkerInteractor":  # of pytest-xdist
-            plugin.sendevent = functools.partial(send_what_counts, plugin.sendevent)
+    logging.root.addHandler(logging.NullHandler())  # else warnings that no test asks for are written to stderr
     torch.set_num_threads(1)  # the suite itself runs in several workers
     for devices in (torch.cuda, torch.xpu, torch.mtia):
         if not devices.is_available():  # a seed for later is kept with the whole stack as text: 1.5 ms for each seed
@@ -90,25 +87,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
-_attach_to_all = catching_logs.__enter__
-
-
-def attach_to_root(logs: catching_logs[Any]) -> Any:
-    """Catch what all loggers pass on, without a look at each of 600 loggers of other libraries, six times a test."""
-    if logs.level is not None:
-        return _attach_to_all(logs)
-    logging.root.addHandler(logs.handler)
-    logs.attached_loggers.append(logging.root)
-    return logs.handler
-
-
-def send_what_counts(send: Callable[..., None], name: str, **event: Any) -> None:
-    """Tell the process that counts results of each test's call and of failures, not of all six steps of a test."""
-    if name in ("logstart", "logfinish"):
-        return
-    if name == "testreport" and event["data"]["when"] != "call" and event["data"]["outcome"] == "passed":
-        return
-    send(name, **event)
+@pytest.hookimpl(wrapper=True)
+def pytest_report_to_serializable() -> Generator[None, Any, Any]:
+    """A worker tells of a step that passed without its keywords, which execnet would write one by one."""
+    data = yield
+    if data is not None and data.get("outcome") == "passed":
+        data["keywords"] = {}
+    return data
 
 
 def pytest_report_header() -> str | None:
@@ -134,9 +119,6 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         _file_of_the_last_test = item.nodeid.partition("::")[0]
         gc.collect()
         gc.freeze()
-        for logger in logging.root.manager.loggerDict.values():  # pytest's handlers are those of the root alone
-            if isinstance(logger, logging.Logger):
-                logger.propagate = True
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

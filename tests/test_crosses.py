@@ -1,4 +1,4 @@
-"""What every run takes of a cross of parameters, and what of it is told to the process that counts results."""
+"""What every run takes of a cross of parameters: each value, and no pair twice where there are others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import LONGEST, send_what_counts
+from tests.conftest import LONGEST
 from tests.crosses import covering, few
 
 
@@ -34,19 +34,6 @@ def test_a_few_are_spread_over_the_list():
     rows = few([1, (2, 3), 4, 5, 6], 3)
     assert [row.values for row in rows] == [(1,), (2, 3), (4,), (5,), (6,)]
     assert [bool(row.marks) for row in rows] == [False, True, False, True, False]
-
-
-def test_a_worker_tells_of_calls_and_of_what_fails_or_is_skipped_around_them():
-    told = []
-    for when, outcome in itertools.product(("setup", "call", "teardown"), ("passed", "failed", "skipped")):
-        send_what_counts(lambda _, data: told.append(data), "testreport", data={"when": when, "outcome": outcome})
-    assert [(data["when"], data["outcome"]) for data in told] == [
-        ("setup", "failed"),
-        ("setup", "skipped"),
-        *(("call", outcome) for outcome in ("passed", "failed", "skipped")),
-        ("teardown", "failed"),
-        ("teardown", "skipped"),
-    ]
 
 
 def test_files_that_are_to_begin_first_exist():

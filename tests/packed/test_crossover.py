@@ -30,6 +30,7 @@ from bitplan.packed.crossover import (
     to_document,
 )
 from bitplan.packed.products.fused import Launch, fused_for
+from tests.caught_logs import CaughtLogs
 
 PRINT = {"gpu": "A", "driver": "1"}
 WIDE, NARROW = {"rows": 16, "warps": 8}, {"rows": 8, "warps": 2}
@@ -189,9 +190,7 @@ def lost_block(y: Tensor) -> Tensor:
     ],
     ids=["scaled", "shifted", "one column", "one nan", "zero"],
 )
-def test_a_wrong_kernel_is_refused_loudly_and_not_timed(
-    spoil: Callable[[Tensor], Tensor], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wrong_kernel_is_refused_loudly_and_not_timed(spoil: Callable[[Tensor], Tensor], caplog: CaughtLogs) -> None:
     with caplog.at_level(logging.ERROR, logger="bitplan"):
         record = measured_in_float32(weight(), Kernel(spoil), timer=one_ms, row_counts=(16,))
     assert "differ from decode" in str(record.refused)
@@ -332,7 +331,7 @@ def test_the_records_of_the_package_are_of_the_kernels_as_they_are() -> None:
         assert kernels == crossover._source_hash(), f"{path.name}: measure again with benchmarks/decode.py"
 
 
-def test_another_fingerprint_is_measured_again_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_fingerprint_is_measured_again_and_said(tmp_path: Path, caplog: CaughtLogs) -> None:
     path = tmp_path / "gpu.json"
     path.write_text(json.dumps(to_document({RECORD.key: RECORD}, PRINT)))
     other = PRINT | {"driver": "2"}
@@ -357,7 +356,7 @@ def test_another_fingerprint_is_measured_again_and_said(tmp_path: Path, caplog: 
     ],
 )
 def test_a_file_that_lies_is_not_used(
-    change: Callable[[dict[str, Any]], Any], said: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    change: Callable[[dict[str, Any]], Any], said: str, tmp_path: Path, caplog: CaughtLogs
 ) -> None:
     document = json.loads(json.dumps(to_document({RECORD.key: RECORD}, PRINT)))
     change(document)
@@ -369,7 +368,7 @@ def test_a_file_that_lies_is_not_used(
     assert "measured again" in caplog.text
 
 
-def test_a_folder_that_cannot_be_written_is_said_and_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_written_is_said_and_no_error(tmp_path: Path, caplog: CaughtLogs) -> None:
     (tmp_path / "file").write_text("")
     table = CrossoverTable(tmp_path / "file" / "gpu.json", PRINT, faked)
     with caplog.at_level(logging.WARNING, logger="bitplan"):

@@ -24,6 +24,7 @@ from bitplan.packed.products import cpu_fused, cpu_matmul
 from bitplan.packed.products.fused import Launch, fused_for
 from bitplan.packed.quant_linear import QuantLinear, warm_up
 from bitplan.packed.tile_cache import TileCache
+from tests.caught_logs import CaughtLogs
 from tests.packed.linear_samples import FORMATS, exact_linear, normal, packed
 
 needs_kernel = pytest.mark.skipif(cpu_matmul._why_not_here() is not None, reason=str(cpu_matmul._why_not_here()))
@@ -273,7 +274,7 @@ def test_inputs_in_fp8_run_on_fp8_units_where_that_is_faster(monkeypatch: pytest
 
 
 def test_fp8_is_not_used_where_its_results_were_wrong(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: CaughtLogs
 ) -> None:
     monkeypatch.setattr(product_strategy, "why_no_fp8", lambda *_: None)
     monkeypatch.setattr(crossover, "measure_fp8", lambda *_: "7 of 8 results differ")
