@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 from bitplan.base.documents import OBJECT, Reader, or_null
 from bitplan.base.errors import FileFormatError, StoreError
-from bitplan.base.records import read_json
+from bitplan.base.records import on_failure, read_json
 from bitplan.files.gguf_tensors import GGUF
 from bitplan.files.safetensors import INDEX_SUFFIX
 from bitplan.files.safetensors_tensors import NativeTensors, Safetensors
 from bitplan.files.schemes.tensors import CONFIG, SCHEMES, SchemeTensors
 from bitplan.files.tensor_bytes import CERTIFICATE
 from bitplan.files.tensor_file import Container, TensorFile, TensorSpec, Writer, spec_of
+from bitplan.plan.structure.families import is_packed_transposed
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,13 +138,41 @@ def open_tensors(path: str | Path) -> TensorFile:
     """Open any file of weights; its first bytes decide what it is, not its name."""
     source, head = Path(path), b""
     if source.is_file():
-        with source.open("rb") as file:
-            head = file.read(HEAD_BYTES)
+        with source.open("rb") as stream:
+            head = stream.read(HEAD_BYTES)
         if not head:
             raise FileFormatError(f"{source}: the file is empty")
     kind = next(container for container in reversed(CONTAINERS) if container.recognises(source, head)).file_type
     settings = scheme_of(source) if kind is NativeTensors else None
-    return kind(source) if settings is None else SchemeTensors(source, settings)
+    file = kind(source) if settings is None else SchemeTensors(source, settings)
+    if kind is NativeTensors:
+        with on_failure(file.close):
+            _refuse_untold_experts(file)
+    return file
+
+
+def model_types(config: Mapping[str, Any]) -> set[str]:
+    """The types of a model and of those that it consists of."""
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return {kind for part in parts if isinstance(kind := part.get("model_type"), str)}
+
+
+def _refuse_untold_experts(file: TensorFile) -> None:
+    """Refuse a packed folder from before files said which experts are transposed: square ones would be read wrongly."""
+    config = file.folder / CONFIG
+    stacks = [
+        spec.name for spec in file.specs.values() if spec.encoded and len(spec.shape) == 3 and not spec.transposed
+    ]
+    if not stacks or not config.is_file():
+        return
+    method = (_quantization(config) or {}).get("quant_method")
+    kinds = model_types(read_json(config))
+    untold = [name for name in stacks if is_packed_transposed(name, kinds)]
+    if untold and isinstance(method, str) and method.startswith("bitplan"):
+        raise FileFormatError(
+            f"{file.path}: {untold[0]!r}: the file does not say that these experts are packed as their transpose; "
+            "it is of an earlier bitplan: quantize the folder of the model again"
+        )
 
 
 def scheme_of(path: Path) -> dict[str, Any] | None:

@@ -46,7 +46,7 @@ from bitplan.files.certificate import (
     write_card,
     write_certificate,
 )
-from bitplan.files.open_files import write_tensors
+from bitplan.files.open_files import model_types, write_tensors
 from bitplan.files.safetensors import CHECKSUMS, INDEX_SUFFIX, read_index
 from bitplan.files.safetensors_tensors import NativeTensors, part_name
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
@@ -291,21 +291,15 @@ def _is_of(folder: Path, path: Path) -> bool:
 
 def without_packed_layer(names: Iterable[str], config: Mapping[str, Any]) -> list[str]:
     """Matrices that no packed layer can hold: a folder in which they are packed could not be loaded."""
-    listed, kinds = list(names), _kinds(config)
+    listed, kinds = list(names), model_types(config)
     owners = {name.removesuffix(_ATTENTION) for name in listed if name.endswith(_ATTENTION)}
     attention = {owner + local for owner in owners for local in (_ATTENTION, "out_proj.weight")}
     return [name for name in listed if name in attention or has_no_packed_layer(name, kinds)]
 
 
-def _kinds(config: Mapping[str, Any]) -> set[str]:
-    """The types of a model and of those that it consists of."""
-    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
-    return {kind for part in parts if isinstance(kind := part.get("model_type"), str)}
-
-
 def transposed_by_names(file: TensorFile) -> list[str]:
     """Tensors that lie transposed in a model's folder, as the table of families has it; none in other files."""
-    kinds = _kinds(read_config(file.folder)) if is_model_folder(file.folder) else set[str]()
+    kinds = model_types(read_config(file.folder)) if is_model_folder(file.folder) else set[str]()
     return [
         name for name, spec in file.specs.items() if len(spec.shape) in (2, 3) and is_packed_transposed(name, kinds)
     ]

@@ -399,7 +399,10 @@ def _layer(source: FolderSource, name: str, wide: Format) -> OutputTensor:
     if is_quantized(spec):
         chosen = fmt if fmt is not None and fmt.is_cast else wide
         return OutputTensor(
-            (name,), chosen, f"unpacked from {spec.format}", (TensorSpec.of(name, spec.shape, None, chosen.storage),)
+            (name,),
+            chosen,
+            f"unpacked from {spec.format}",
+            (TensorSpec.of(name, spec.shape_in_model, None, chosen.storage),),
         )
     if fmt is not None and not fmt.is_cast:
         raise StoreError(

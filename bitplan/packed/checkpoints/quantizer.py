@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,19 @@ class BitplanConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 
 class _Unfilled(nn.Module):
-    """Stands where a packed layer will be; only its bias is there for transformers to load.
+    """Stands where a packed layer will be; what stays plain of it (its biases) is there for transformers to load.
 
     An `_init_weights` may read the children of a layer (T5's does): weights and sizes are there for it as plain
     attributes, on meta, where nothing can be written.
     """
 
-    def __init__(self, layer: nn.Module) -> None:
+    def __init__(self, layer: nn.Module, packed: Collection[str]) -> None:
         super().__init__()
-        self.register_parameter("bias", layer._parameters.get("bias"))
+        for name, parameter in layer._parameters.items():
+            if name not in packed:
+                self.register_parameter(name, parameter)
         sizes = {name: value for name, value in vars(layer).items() if not name.startswith("_")}
-        weights = {name: value for name, value in layer._parameters.items() if name != "bias"}
+        weights = {name: value for name, value in layer._parameters.items() if name in packed}
         self.__dict__ |= sizes | weights  # not registered, so that the weights are no keys to load
 
 
@@ -154,9 +156,12 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         packed_targets = {recipe.targets[0] for recipe in recipes}
         ties = {target: source for target, source in self._all.ties.items() if source in packed_targets}
         self._packed = Assignment(recipes, ties)
-        for owner in sorted({target.rpartition(".")[0] for target in (*packed_targets, *ties)}):
+        packed_in: dict[str, set[str]] = {}
+        for owner, _, local in (target.rpartition(".") for target in (*packed_targets, *ties)):
+            packed_in.setdefault(owner, set()).add(local)
+        for owner, packed in packed_in.items():
             self._layers[owner] = model.get_submodule(owner)
-            model.set_submodule(owner, _Unfilled(self._layers[owner]))
+            model.set_submodule(owner, _Unfilled(self._layers[owner], packed))
         model.all_tied_weights_keys = {
             target: source
             for target, source in model.all_tied_weights_keys.items()
@@ -166,8 +171,12 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         return model
 
     def _process_model_after_weight_loading(self, model: Any, **_theirs: Any) -> Any:
-        unfilled = {owner: model.get_submodule(owner)._parameters["bias"] for owner in self._layers}
-        biases = {f"{owner}.bias": bias for owner, bias in unfilled.items() if bias is not None}
+        biases = {
+            f"{owner}.{local}": bias
+            for owner in self._layers
+            for local, bias in model.get_submodule(owner)._parameters.items()
+            if bias is not None
+        }
         assert self._file is not None
         with self._file as file:
             values = read_values(model, self._packed, file, self._device, self._dtypes, plan=self._plan, may_round=True)

@@ -497,6 +497,34 @@ def test_matrices_that_lie_transposed_are_packed_along_their_inputs(tmp_path):
     assert compare_files(tmp_path / "plain.safetensors", tmp_path / "packed").differing_names == []
 
 
+def test_experts_with_biases_keep_them_and_say_that_they_are_transposed(tmp_path):
+    import bitplan.transformers
+
+    torch.manual_seed(0)
+    sizes = KEYS | {"num_local_experts": 2, "num_experts_per_tok": 2, "head_dim": 16}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**sizes)).eval()
+    with torch.no_grad():
+        for name, bias in model.named_parameters():
+            if name.endswith("_bias"):
+                bias.normal_()
+    packed = tmp_path / "packed"
+    quantize_files.quantize_file(save(model, tmp_path / "model"), packed, "int8_row")
+    loaded = bitplan.load_packed(packed).model
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(packed)
+    assert torch.equal(logits(theirs), logits(loaded))
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert contents(tmp_path / "theirs") == contents(packed)
+
+    with safetensors.safe_open(packed / "model.safetensors", "pt") as file:
+        metadata = file.metadata()
+    metadata["bitplan"] = metadata["bitplan"].replace('"transposed":true', "").replace('"transposed": true', "")
+    tensors = safetensors.torch.load_file(packed / "model.safetensors")
+    metadata["bitplan"] = re.sub(r",\s*}", "}", metadata["bitplan"])
+    safetensors.torch.save_file(tensors, packed / "model.safetensors", metadata)
+    with pytest.raises(FileFormatError, match=r"experts are packed as their transpose; .* quantize the folder"):
+        compare_files(tmp_path / "model", packed)
+
+
 def test_files_say_which_matrices_lie_transposed(tmp_path):
     torch.manual_seed(0)
     model, alone, lone = save(gpt2(), tmp_path / "gpt2"), tmp_path / "alone.safetensors", tmp_path / "lone.safetensors"
