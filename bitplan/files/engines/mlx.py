@@ -125,7 +125,7 @@ def _layer(source: FolderSource, new: str, names: Sequence[str]) -> OutputTensor
             f"{file.path}: the {len(sources)} experts of {new!r} are one tensor in MLX and need one format, the plan "
             f"has {fmt.name if fmt else 'none'} and {', '.join(other.name if other else 'none' for other in others)}"
         )
-    shape = file.spec(first).shape
+    shape = file.spec(first).shape_in_model
     count = (len(sources),) if is_stacked else ()
     if fmt is None or fmt.is_cast or not source.is_linear(first, or_embedding=True):
         plain = source.unpacked(first, fmt, reason if fmt is None or fmt.is_cast else STAYS)

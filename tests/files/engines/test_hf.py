@@ -79,14 +79,15 @@ def test_a_packed_folder_becomes_a_plain_one(dtype, tmp_path):
     assert (row.before, row.format, row.reason) == ("mxfp4", dtype or "float32", "unpacked from mxfp4")
 
 
-def test_matrices_that_are_packed_as_their_transpose_lie_again_as_their_model_has_them(tmp_path):
+@pytest.mark.parametrize("target", ["hf", "mlx"])
+def test_matrices_that_are_packed_as_their_transpose_lie_again_as_their_model_has_them(target, tmp_path):
     sizes = {"n_embd": 64, "n_layer": 1, "n_head": 2, "vocab_size": 96, "n_positions": 16}
     config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "in")
     save_tiny(tmp_path / "other", "llama")
     shutil.copy(tmp_path / "other" / "tokenizer.json", tmp_path / "in")
-    quantize_file(tmp_path / "in", tmp_path / "packed", {"*.c_*.weight": "mxfp4"})
-    export_model(tmp_path / "packed", tmp_path / "out", "hf", {})
+    quantize_file(tmp_path / "in", tmp_path / "packed", {"*.c_*.weight": "mxfp4", "*.wte.weight": "mxfp4"})
+    export_model(tmp_path / "packed", tmp_path / "out", target, {})
     source, plain = (safetensors.torch.load_file(tmp_path / one / "model.safetensors") for one in ("in", "out"))
     for layer in ("attn.c_attn", "attn.c_proj"):
         name = f"transformer.h.0.{layer}.weight"
