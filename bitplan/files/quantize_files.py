@@ -270,7 +270,7 @@ class Quantization(Closing):
             is_model = container is None and is_model_folder(file.folder)
             described = _described(file) if is_model else None
             transposed = [] if container is not None and not container.holds_transposed else transposed_by_names(file)
-            if described is not None and (seen := described.transposed(file)) is not None:
+            if described is not None and (seen := described.transposed()) is not None:
                 transposed = [name for name in transposed if len(file.specs[name].shape) > 2] + seen
             self._packed_shapes = packed_shapes(file, transposed)
             plan = plan_for_file(
@@ -299,7 +299,7 @@ class Quantization(Closing):
             if container is not None:
                 _require_held(self._outputs(list(file.specs)), container, output)
             if described is not None:
-                _require_whole(file, described)
+                described.require_whole(", or give an OUTPUT that ends in .safetensors: it holds any tensors")
                 self.report.notes += described.notes
             if is_model:
                 self.report.notes += _left_behind(file, rounds=inputs is not None or bool(plan.inputs), kv=self._kv)
@@ -582,13 +582,6 @@ def _described(file: TensorFile) -> FolderModel:
     from bitplan.files.tensor_recipes import FolderModel
 
     return FolderModel.of(file, file.folder)
-
-
-def _require_whole(file: TensorFile, described: FolderModel) -> None:
-    from bitplan.files.tensor_recipes import require_whole_model
-
-    otherwise = ", or give an OUTPUT that ends in .safetensors: it holds any tensors"
-    require_whole_model(file, described.model, otherwise)
 
 
 def _require_held(outputs: Sequence[TensorSpec], container: Container, output: str | Path) -> None:

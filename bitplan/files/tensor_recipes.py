@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
@@ -107,8 +108,9 @@ def fit_to_model(model: nn.Module, file: TensorFile) -> tuple[Assignment, dict[s
     half_made = [pair for pair in pairs.items() if len(filled.intersection(pair)) == 1]
     ties = dict((one, other) if other in filled else (other, one) for one, other in half_made)
     unread = [name for name in unknown if _is_computed(model, name)]
+    known = {*filled, *ties, *computed_parameters(model)}
     faults = {
-        "missing": [name for name in shapes if name not in {*filled, *ties, *computed_parameters(model)}],
+        "missing": [name for name in shapes if name not in known],
         "unknown": [name for name in unknown if name not in unread],
         "shape": [text for recipe in recipes if (text := _shape_fault(model, recipe, shapes, file))],
         "packing": [text for recipe in recipes if (text := _packing_fault(model, recipe, file))],
@@ -132,45 +134,49 @@ def listed_faults(faults: Mapping[str, Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class FolderModel:
-    """The model of a folder's config, on meta; without one a note says why."""
+    """The model of a folder's config, on meta, and how a file fits to it; without one a note says why."""
 
+    file: TensorFile
     model: nn.Module | None
     notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, file: TensorFile, folder: Path) -> Self:
         if any(name.endswith("_blocks") for name in file.specs):
-            return cls(None)  # gpt-oss in its own layout, of which `bitplan.files.gpt_oss` knows more
+            return cls(file, None)  # gpt-oss in its own layout, of which `bitplan.files.gpt_oss` knows more
         try:
-            return cls(empty_model(folder, ties=False))
+            return cls(file, empty_model(folder, ties=False))
         except (FileFormatError, MissingLibraryError) as error:
-            return cls(None, (f"whether all tensors of its model are there was not checked: {error}",))
+            return cls(file, None, (f"whether all tensors of its model are there was not checked: {error}",))
 
-    def transposed(self, file: TensorFile) -> list[str] | None:
+    @cached_property
+    def _fit(self) -> tuple[Assignment, dict[str, list[str]]]:
+        assert self.model is not None
+        return fit_to_model(self.model, self.file)
+
+    def transposed(self) -> list[str] | None:
         """Matrices of the file that the model multiplies by as [inputs, outputs]; None where that is not known."""
         if self.model is None:
             return None
-        recipes = fit_to_model(self.model, file)[0].recipes
         return [
             recipe.pieces[0].name
-            for recipe in recipes
+            for recipe in self._fit[0].recipes
             if recipe.is_one and len(recipe.pieces[0].shape) == 2 and _lies_transposed(self.model, recipe.targets[0])
         ]
 
+    def require_whole(self, otherwise: str = "") -> None:
+        """Refuse a file that lacks tensors of the model, where that is known.
 
-def require_whole_model(file: TensorFile, model: nn.Module | None, otherwise: str = "") -> None:
-    """Refuse a checkpoint that lacks tensors of its config's model, where that is known.
-
-    Tensors that the model does not have are no fault: others may read them.
-    """
-    if model is None:
-        return
-    faults = fit_to_model(model, file)[1]
-    if lacking := {kind: names for kind in ("missing", "shape") if (names := faults[kind])}:
-        raise FileFormatError(
-            f"{file.path}: is not the whole {type(model).__name__} of its config.json: {listed_faults(lacking)}; "
-            f"get the rest of the checkpoint{otherwise}"
-        )
+        Tensors that the model does not have are no fault: others may read them.
+        """
+        if self.model is None:
+            return
+        faults = self._fit[1]
+        if lacking := {kind: names for kind in ("missing", "shape") if (names := faults[kind])}:
+            raise FileFormatError(
+                f"{self.file.path}: is not the whole {type(self.model).__name__} of its config.json: "
+                f"{listed_faults(lacking)}; get the rest of the checkpoint{otherwise}"
+            )
 
 
 def shortened(faults: Sequence[str]) -> str:

@@ -53,7 +53,7 @@ from bitplan.files.packed_folder import (
 from bitplan.files.round_with_evidence import WeightEvidence, evidence_file, open_evidence
 from bitplan.files.schemes.tensors import SchemeTensors
 from bitplan.files.tensor_file import TensorFile, TensorSpec, Writer
-from bitplan.files.tensor_recipes import FolderModel, require_whole_model
+from bitplan.files.tensor_recipes import FolderModel
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.codec import finite, readable
 from bitplan.formats.dispatch import encode
@@ -165,7 +165,7 @@ def open_folder(request: ExportRequest, target: str, substitutes: Substitutes | 
             inputs = folder_inputs(config, folder)
         plan = give_inputs(plan, inputs, "export")
         described = FolderModel.of(file, folder)
-        require_whole_model(file, described.model)
+        described.require_whole()
     return FolderSource(file, folder, unquantized_config(config), plan, described.notes)
 
 
