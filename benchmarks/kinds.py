@@ -193,6 +193,7 @@ def searched(
     nbytes = sum(meter.rounded.encoded(weight, fmt).nbytes for weight, fmt in formats.items())
     predicted = evidence.predict(solution.choice)
     facts = {
+        "windows": len(searcher.text.statistics),
         "predicted": predicted,
         "corrected": is_corrected,
         "corrections": corrections,
