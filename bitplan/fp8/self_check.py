@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,6 +27,7 @@ from bitplan.fp8.policy.vocabulary import UNMEASURED, Fp8Error
 from bitplan.fp8.recorded_wiring import MlpWiring, random_like
 from bitplan.plan.structure.untouched import (
     Inputs,
+    as_written,
     copied_inputs,
     record_inputs,
     restored,
@@ -191,7 +191,7 @@ def _quiet(module: nn.Module) -> Iterator[None]:
     """A context for a run that leaves no trace: eval mode, no gradients, hooks, random numbers or attributes."""
     training = {one: one.training for one in module.modules()}
     buffers = [(one, one._version, one.clone()) for one in module.buffers() if not one.is_meta]
-    with torch.no_grad(), restored(module), same_random_numbers(), _eager():
+    with torch.no_grad(), restored(module), same_random_numbers(), as_written():
         for one in training:
             one.training = False
         try:
@@ -202,7 +202,3 @@ def _quiet(module: nn.Module) -> Iterator[None]:
             for buffer, version, numbers in buffers:
                 if buffer._version != version:
                     buffer.copy_(numbers)
-
-
-def _eager() -> contextlib.AbstractContextManager[Any]:
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else contextlib.nullcontext()

@@ -21,7 +21,6 @@ smaller steps, and export takes seven times as long.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from bitplan.base.errors import BitplanError
 from bitplan.plan.structure.untouched import (
+    as_written,
     calls_through,
     has_foreign_forward,
     own_forward,
@@ -166,8 +166,7 @@ class _Recorder(TorchFunctionMode):
             stack.enter_context(restored(self.model))
             stack.enter_context(same_random_numbers())
             stack.enter_context(torch.no_grad())
-            if "torch._dynamo" in sys.modules:  # else nothing can have been compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(as_written())
             stack.enter_context(calls_through(self._call_module))
             stack.enter_context(self)
             yield

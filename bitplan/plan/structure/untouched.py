@@ -14,6 +14,7 @@ import copy
 import inspect
 import itertools
 import random
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -90,6 +91,31 @@ def calls_through(call: ThroughCall) -> Iterator[None]:
 def without_hooks() -> contextlib.AbstractContextManager[None]:
     """Modules called in this thread compute what their own code says, whatever was put on them."""
     return calls_through(lambda module, args, kwargs: own_forward(module)(*args, **kwargs))
+
+
+_eager_runs = 0
+_stance: Any = None
+
+
+@contextlib.contextmanager
+def as_written() -> Iterator[None]:
+    """A context in which what torch.compile made runs as it is written, in all threads; others may do as much.
+
+    The compiler's stance is the process's: the last that leaves puts back what the first has found.
+    """
+    global _eager_runs, _stance
+    with _lock:
+        if _stance is None and "torch._dynamo" in sys.modules:  # else nothing can have been compiled
+            _stance = torch.compiler.set_stance("force_eager")
+        _eager_runs += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _eager_runs -= 1
+            if not _eager_runs and _stance is not None:
+                _stance.__exit__(None, None, None)
+                _stance = None
 
 
 class _AllSeenError(Exception):

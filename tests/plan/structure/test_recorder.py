@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from bitplan.plan.structure import describe, recorder
 from bitplan.plan.structure.recorder import Recording, record
-from bitplan.plan.structure.untouched import calls_through
+from bitplan.plan.structure.untouched import as_written, calls_through
 
 
 class Repeated(nn.Module):
@@ -119,3 +119,26 @@ def test_two_threads_that_overlap_see_their_own_calls_and_leave_torch_as_it_was(
     thread.join()
     assert calls == ["here", "beside"]
     assert nn.Module.__call__ is usual
+
+
+def test_two_threads_that_overlap_leave_the_compiler_on() -> None:
+    """Each that put back what it had found would leave the other's stance: nothing would be compiled any more."""
+    import torch._dynamo.eval_frame as compiler
+
+    usual = compiler._stance
+    entered, ended = threading.Event(), threading.Event()
+
+    def beside() -> None:
+        with as_written():
+            entered.set()
+            ended.wait(60)
+
+    thread = threading.Thread(target=beside)
+    with as_written():
+        thread.start()
+        assert entered.wait(60)
+        assert compiler._stance.stance == "force_eager"
+    assert compiler._stance.stance == "force_eager"  # the other has not left
+    ended.set()
+    thread.join()
+    assert compiler._stance is usual
