@@ -20,6 +20,7 @@ from bitplan.files.tensor_file import ReadableTensor
 from bitplan.formats import Encoded
 from bitplan.formats.dispatch import decode
 from bitplan.formats.quantization_error import Similarity, similarity
+from bitplan.plan.structure.model_view import transposed_shape
 from bitplan.plan.structure.parameters import named_parameters_of
 
 if TYPE_CHECKING:
@@ -170,7 +171,7 @@ def _effective(model: Weights) -> _Effective:
 
 def _weight(name: str, value: Tensor | Encoded, *, transposed: bool = False) -> ReadableTensor:
     fmt = value.fmt.name if isinstance(value, Encoded) else None
-    shape = (*value.shape[:-2], value.shape[-1], value.shape[-2]) if transposed else tuple(value.shape)
+    shape = transposed_shape(tuple(value.shape)) if transposed else tuple(value.shape)
 
     def read() -> Tensor:
         numbers = decode(value) if isinstance(value, Encoded) else value.detach()

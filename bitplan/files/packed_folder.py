@@ -57,6 +57,7 @@ from bitplan.plan.kv_formats import KVFormats
 from bitplan.plan.names import listed, natural_order
 from bitplan.plan.plan import PACKED_PLAN, Plan
 from bitplan.plan.structure.families import has_no_packed_layer, is_packed_transposed
+from bitplan.plan.structure.model_view import transposed_shape
 
 log = logging.getLogger("bitplan")
 CONFIG = "config.json"
@@ -307,8 +308,7 @@ def transposed_by_names(file: TensorFile) -> list[str]:
 
 def packed_shapes(file: TensorFile, transposed: Iterable[str]) -> dict[str, tuple[int, ...]]:
     """The shapes that these tensors have where they are packed: rows are outputs there."""
-    shapes = {name: file.specs[name].shape_in_model for name in transposed}
-    return {name: (*shape[:-2], shape[-1], shape[-2]) for name, shape in shapes.items()}
+    return {name: transposed_shape(file.specs[name].shape_in_model) for name in transposed}
 
 
 def plan_with_shapes(plan: Plan, names: Iterable[str], shapes: Mapping[str, tuple[int, ...]]) -> Plan:

@@ -27,6 +27,7 @@ from bitplan.files.tensor_file import TensorFile, TensorSpec
 from bitplan.formats import get_format
 from bitplan.plan.names import natural_order
 from bitplan.plan.structure.describe import multiplies_transposed
+from bitplan.plan.structure.model_view import transposed_shape
 
 MOST_SHOWN = 8
 
@@ -292,9 +293,8 @@ def _shape_fault(
         return None  # transformers' own steps decide; their result is compared with the model later
     target, came = recipe.targets[0], shape_of(recipe.pieces)
     expected = own_shapes[target]
-    if recipe.format_in(file) is not None:
-        is_transposed = _lies_transposed(model, target)
-        expected = (*expected[:-2], expected[-1], expected[-2]) if is_transposed else expected
+    if recipe.format_in(file) is not None and _lies_transposed(model, target):
+        expected = transposed_shape(expected)
     return None if came == expected else f"{target} (the file has {came}, the model {expected})"
 
 

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from bitplan.fp8.decide import LayerDecision
+from bitplan.fp8.find_linears import features_of, has_output_rows
 from bitplan.fp8.fused_projections import FusedPart, FusedProjections, NormTakenOver, keep_names
 from bitplan.fp8.layer_settings import GemmChoice
 from bitplan.fp8.layers.grouped_linear import Fp8Experts
@@ -35,6 +36,7 @@ from bitplan.fp8.layers.linear import Fp8Linear, Fp8NormLinear, cast_weights_tog
 from bitplan.fp8.policy.vocabulary import PRODUCTS
 from bitplan.fp8.recipes import BF16
 from bitplan.fp8.recorded_wiring import MlpWiring, holder_of
+from bitplan.plan.structure.describe import multiplies_transposed
 
 log = logging.getLogger("bitplan")
 FP8_PARAM_NOTE = (
@@ -154,7 +156,7 @@ def _build_dense(model: nn.Module, decided: LayerDecision, replaced: Replacement
     site, paths = decided.site, decided.site.modules
     how: dict[str, Any] = {"recipe": decided.recipe, "gemms": _gemms(decided)}
     modules = [model.get_submodule(path) for path in paths]
-    linears = [_turned(module) for module in modules]
+    linears = [_as_linear(module) for module in modules]
     joins_biases = _can_join_biases(linears)
     fused = _join(linears, joins_biases)
     norm = None if decided.fp8_param else site.norm
@@ -163,7 +165,7 @@ def _build_dense(model: nn.Module, decided: LayerDecision, replaced: Replacement
     else:
         layer = Fp8NormLinear.from_modules(model.get_submodule(norm.path), fused, kind=norm.kind, eps=norm.eps, **how)
     if len(paths) == 1:
-        if fused is not modules[0]:
+        if multiplies_transposed(modules[0], "weight"):
             layer.turn_in_checkpoints()
         replaced.put(paths[0], layer)
     else:
@@ -201,15 +203,18 @@ def _join_mlps(
     return joined
 
 
-def _turned(module: nn.Module) -> nn.Linear:
-    """A linear itself; of one whose weight is [inputs, outputs] (Conv1D) a linear with the transpose."""
-    if isinstance(module, nn.Linear):
+def _as_linear(module: nn.Module) -> nn.Linear:
+    """A linear of torch's itself; of another layer one with its weight, or the transpose of [inputs, outputs]."""
+    if has_output_rows(module):
         return module
-    weight = module.get_parameter("weight")
+    outputs, inputs = features_of(module)
     with torch.device("meta"):
-        linear = nn.Linear(weight.shape[0], weight.shape[1], bias=False)
-    linear.weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
-    linear.bias = module.get_parameter("bias")
+        linear = nn.Linear(inputs, outputs, bias=False)
+    weight = module.get_parameter("weight")
+    if multiplies_transposed(module, "weight"):
+        weight = nn.Parameter(weight.detach().t().contiguous(), requires_grad=weight.requires_grad)
+    linear.weight = weight
+    linear.register_parameter("bias", module._parameters.get("bias"))
     return linear.train(module.training)
 
 
@@ -274,7 +279,7 @@ class Replacements:
     def _maker_of(self, path: str, old: nn.Module, new: nn.Module) -> Callable[[], nn.Module]:
         head = new._head[0] if isinstance(new, FusedPart) else new
         layer = head.fused if isinstance(head, FusedProjections) else head
-        if not isinstance(old, nn.Linear) or not isinstance(layer, Fp8Linear) or layer.weight is old.weight:
+        if not has_output_rows(old) or not isinstance(layer, Fp8Linear) or layer.weight is old.weight:
             return lambda: old  # the new module has its tensors
         start = sum(new._head[0].shared.sizes[: new.index]) if isinstance(new, FusedPart) else 0
         if layer.fp8_param and layer.weight_master is None:
@@ -284,14 +289,14 @@ class Replacements:
 
 def _maker_from_rows(old: nn.Linear, layer: Fp8Linear, rows: slice) -> Callable[[], nn.Module]:
     """A function that returns this linear, or one like it with the rows of a layer."""
-    old_module, attributes = ref(old), vars(old) | {"_parameters": dict.fromkeys(old._parameters)}
+    kind, old_module, attributes = type(old), ref(old), vars(old) | {"_parameters": dict.fromkeys(old._parameters)}
     tensors = {name: (ref(one), one.dtype, one.requires_grad) for name, one in old.named_parameters()}
 
     def make() -> nn.Module:
         module = old_module()
         if module is not None:
             return module
-        module = nn.Linear.__new__(nn.Linear)
+        module = kind.__new__(kind)
         vars(module).update(attributes)
         for name, (parameter, dtype, trained) in tensors.items():
             kept_parameter = parameter()

@@ -1,7 +1,8 @@
 """Finds where FP8 may go in a model: every linear layer, by its shape, joined where the model was seen to allow it.
 
-Every `nn.Linear`, and transformers' Conv1D, is a candidate. `recorded_wiring` says which of them read one tensor and
-are one layer, which norm a layer may take over, and which MLPs can be joined. The experts of a block are two layers.
+Every `nn.Linear` is a candidate, and every layer whose own run was seen to be a product and a bias alone (GPT-2's,
+Falcon's), whichever way its weight lies. `recorded_wiring` says which of them read one tensor and are one layer, which
+norm a layer may take over, and which MLPs can be joined. The experts of a block are two layers.
 
 Left out unless they are asked for by `include`: the output layer and routers, as the run showed them, and adapters of
 peft. A linear that peft has wrapped (its `base_layer`) is a candidate: the base becomes FP8, the adapter stays.
@@ -22,10 +23,9 @@ tokens, in a model that has both. All else is "llm".
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -34,7 +34,7 @@ from bitplan.fp8.policy.policy import Question
 from bitplan.fp8.policy.vocabulary import Fp8Error, kind_of, name_of_role
 from bitplan.fp8.recorded_wiring import MlpWiring, NormBefore, RecordedRun, Wiring, run_without_numbers
 from bitplan.plan.names import ShellPatterns
-from bitplan.plan.structure.describe import experts_of
+from bitplan.plan.structure.describe import experts_of, is_product, is_product_alone, multiplies_transposed
 from bitplan.plan.structure.families import split_expert
 from bitplan.plan.structure.model_view import ExpertsUse, LinearUse, ModelView
 from bitplan.plan.structure.recognise import ACTIVATIONS
@@ -129,7 +129,7 @@ class _Finder:
         self.reads_images = _reads_images(self.run.view)
 
     def sites(self) -> Sites:
-        paths = [path for path, module in self.model.named_modules() if is_linear(module)]
+        paths = [path for path, module in self.model.named_modules() if is_product(module)]
         stacks = {path: use for path, module in self.model.named_modules() if (use := experts_of(module)) is not None}
         experts = {path for path, use in stacks.items() if use.weights}
         for what, patterns in (("include", self.include), ("exclude", self.exclude)):
@@ -225,7 +225,7 @@ class _Finder:
     def _can_join(self, paths: tuple[str, ...]) -> bool:
         """Whether linears that read one tensor can be one: alike in all but their outputs, and none has an obstacle."""
         linears = [self.modules[path] for path in paths]
-        if self._obstacle(paths) is not None or not all(isinstance(one, nn.Linear) for one in linears):
+        if self._obstacle(paths) is not None or not all(has_output_rows(one) for one in linears):
             return False
         kinds = {
             (weight.dtype, weight.device, weight.requires_grad)
@@ -238,7 +238,7 @@ class _Finder:
         """Why these linears cannot be replaced by FP8 layers; None if they can."""
         for path in paths:
             linear = self.modules[path]
-            if type(linear) is not nn.Linear and not _is_conv1d(linear):
+            if not is_product_alone(linear):
                 return f"{path} is a {type(linear).__name__}, whose forward is not Linear's own"
             if _has_hooks(linear):
                 return f"{path} has hooks, which would be lost"
@@ -247,16 +247,6 @@ class _Finder:
             if any(use.module != use.path for use in self.run.view.uses(f"{path}.weight")):
                 return f"the weight of {path} is read by another module than its own"
         return None
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) or _is_conv1d(module)
-
-
-def _is_conv1d(module: nn.Module) -> bool:
-    """Whether a module is transformers' Conv1D, a linear whose weight is [inputs, outputs]."""
-    library = sys.modules.get("transformers.pytorch_utils")  # a model that has one has loaded it
-    return library is not None and type(module) is library.Conv1D
 
 
 def experts_obstacle(module: nn.Module, experts: ExpertsUse) -> str | None:
@@ -278,10 +268,15 @@ def _has_hooks(module: nn.Module) -> bool:
     return "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS)
 
 
+def has_output_rows(linear: nn.Module) -> TypeGuard[nn.Linear]:
+    """Whether a linear is one of torch's, with outputs as rows of its weight."""
+    return isinstance(linear, nn.Linear) and not multiplies_transposed(linear, "weight")
+
+
 def features_of(linear: nn.Module) -> tuple[int, int]:
     """Outputs and inputs, whichever way the weight lies."""
     rows, columns = linear.get_parameter("weight").shape
-    return (columns, rows) if _is_conv1d(linear) else (rows, columns)
+    return (columns, rows) if multiplies_transposed(linear, "weight") else (rows, columns)
 
 
 def _reads_images(view: ModelView) -> set[str]:

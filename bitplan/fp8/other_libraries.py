@@ -68,7 +68,7 @@ def torchao_filter(
             chosen.update(site.modules)
 
     def takes(module: nn.Module, path: str) -> bool:
-        if path not in chosen or not isinstance(module, nn.Linear):
+        if path not in chosen or type(module) is not nn.Linear:
             return False
         return shape_obstacle("tensorwise", (module.out_features, module.in_features)) is None
 

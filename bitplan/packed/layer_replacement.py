@@ -28,8 +28,8 @@ from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.quant_experts import QuantExperts
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan.structure.describe import experts_of, multiplies_transposed, product_of, scale_of_rows
-from bitplan.plan.structure.model_view import ExpertsUse
+from bitplan.plan.structure.describe import experts_of, is_product_alone, multiplies_transposed, scale_of_rows
+from bitplan.plan.structure.model_view import ExpertsUse, transposed_shape
 from bitplan.plan.structure.parameters import NamedParameter
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -60,18 +60,11 @@ def packed_kind(module: nn.Module, local: str) -> str | None:
     """The packed layer that holds this parameter of this layer; None where there is none."""
     if isinstance(module, nn.Embedding):
         return "QuantEmbedding" if local == "weight" and _is_table(module) else None
-    if local == "weight" and _is_linear(module):
+    if local == "weight" and is_product_alone(module):
         return "QuantLinear"
     experts = experts_of(module)
     is_known = experts is not None and local in experts.weights and _why_not_experts(experts) is None
     return "StackedExperts" if is_known else None
-
-
-def _is_linear(module: nn.Module) -> bool:
-    """Whether a layer computes its product and bias alone; of a class that has another name for a reason, by a run."""
-    if type(module) is nn.Linear or type(module).forward is nn.Linear.forward:
-        return type(module) is nn.Linear
-    return product_of(module) is not None
 
 
 def _is_table(module: nn.Embedding) -> bool:
@@ -129,7 +122,7 @@ def stack_of(module: nn.Module, part: Literal["gate_up", "down"]) -> str:
 
 def packed_shape(module: nn.Module, local: str, shape: tuple[int, ...]) -> tuple[int, ...]:
     """The shape under which a parameter is packed, with outputs as rows."""
-    return (*shape[:-2], shape[-1], shape[-2]) if are_columns(module, local) else shape
+    return transposed_shape(shape) if are_columns(module, local) else shape
 
 
 def with_output_rows(named: NamedParameter) -> Tensor:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 import transformers
 from torch import nn
 
+from bitplan.fp8.apply import apply_fp8
 from bitplan.fp8.find_linears import find_sites
+from bitplan.fp8.layers.linear import Fp8Linear
 from bitplan.fp8.policy.layers import Parallel, local_layers, model_parts
 from bitplan.fp8.policy.vocabulary import Fp8Error
 from tests.plan.structure.handwritten_models import DiT, NanoGPT, Titan
@@ -270,6 +274,85 @@ def test_gpt2_and_bert():
     layers, mlps = summary_of(transformers.BertModel(transformers.BertConfig(**small)))
     assert ("encoder.layer.0.attention.self.query+key+value", "qkv", False) in layers
     assert mlps == []  # its norms stand behind sums, its MLP is two modules
+
+
+class Columns(nn.Module):
+    """A matrix [inputs, outputs] that the forward multiplies by, with a bias or none."""
+
+    def __init__(self, inputs=64, outputs=32, bias=True):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs) / inputs**0.5)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x):
+        product = x @ self.weight
+        return product if self.bias is None else product + self.bias
+
+
+class Rows(Columns):
+    """A matrix [outputs, inputs], and no class of torch's."""
+
+    def __init__(self, inputs=64, outputs=32, bias=True):
+        super().__init__(outputs, inputs)
+        self.bias = nn.Parameter(torch.randn(outputs)) if bias else None
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias)
+
+
+class TurnedLinear(nn.Linear):
+    """Square, so that nothing but its run shows that it lies as [inputs, outputs]."""
+
+    def forward(self, x):
+        return x @ self.weight + self.bias
+
+
+class Falcon(nn.Linear):
+    def forward(self, x):
+        return x @ self.weight.T + self.bias
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Columns,
+        functools.partial(Columns, bias=False),
+        Rows,
+        functools.partial(TurnedLinear, 64, 64),
+        functools.partial(Falcon, 64, 32),
+    ],
+    ids=["columns", "columns without a bias", "rows", "a square linear", "falcon"],
+)
+def test_layers_of_any_class_that_are_a_product_alone_become_fp8(make):
+    torch.manual_seed(0)
+    model, x = nn.Sequential(make()), torch.randn(16, 64)
+    state = {key: one.clone() for key, one in model.state_dict().items()}
+    (site,) = find_sites(model, include=["0"]).sites
+    expected = model(x).detach()
+    assert (site.shape, site.obstacle) == ((expected.shape[1], 64), None)
+    applied = apply_fp8(model, None, tokens=16, recipe="tensorwise", emulate=True, include=["0"])
+    assert applied.fp8_layers == 1
+    assert type(model[0]) is Fp8Linear
+    assert 0 < ((model(x) - expected).norm() / expected.norm()).item() < 0.1
+    assert model.state_dict().keys() == state.keys()
+    assert all(torch.equal(one, state[key]) for key, one in model.state_dict().items())
+    model.load_state_dict({key: 2 * one for key, one in state.items()})
+    assert torch.equal(model.state_dict()["0.weight"], 2 * state["0.weight"])
+
+
+def test_a_layer_named_conv1d_is_what_it_computes(monkeypatch):
+    class Conv1D(Columns):
+        def forward(self, x):
+            return super().forward(x) + x @ self.weight.square()
+
+    with pytest.raises(Fp8Error, match="matches no linear layer"):
+        find_sites(nn.Sequential(Conv1D()), include=["0"])
+    theirs = transformers.pytorch_utils.Conv1D(32, 64)
+    (site,) = find_sites(nn.Sequential(theirs), include=["0"]).sites
+    assert (site.shape, site.obstacle) == ((32, 64), None)
+    monkeypatch.setattr(type(theirs), "forward", lambda self, x: (x @ self.weight).relu() + self.bias)
+    with pytest.raises(Fp8Error, match="matches no linear layer"):
+        find_sites(nn.Sequential(theirs), include=["0"])
 
 
 def test_include_and_exclude():

@@ -77,6 +77,15 @@ def is_product(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (not isinstance(module, nn.Embedding) and product_of(module) is not None)
 
 
+def is_product_alone(module: nn.Module) -> bool:
+    """Whether a layer computes its product and bias alone; of a class that has another name for a reason, by a run."""
+    from torch import nn
+
+    if type(module) is nn.Linear or type(module).forward is nn.Linear.forward:
+        return type(module) is nn.Linear
+    return not isinstance(module, nn.Embedding) and product_of(module) is not None
+
+
 def multiplies_transposed(module: nn.Module, local: str) -> bool:
     """Whether a parameter of a module is a matrix [inputs, outputs], or experts of such, as its own run shows."""
     from torch import nn

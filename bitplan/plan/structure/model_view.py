@@ -62,6 +62,11 @@ class TensorRecord:
     experts: int = 0
 
 
+def transposed_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a matrix's transpose, or of a stack of such."""
+    return (*shape[:-2], shape[-1], shape[-2])
+
+
 @dataclass(frozen=True)
 class TensorSpec(TensorRecord):
     """A tensor of a file, or one that is to be written: the record of it, and where its bytes lie.
@@ -100,7 +105,7 @@ class TensorSpec(TensorRecord):
 
     @property
     def shape_in_model(self) -> tuple[int, ...]:
-        return (*self.shape[:-2], self.shape[-1], self.shape[-2]) if self.transposed else self.shape
+        return transposed_shape(self.shape) if self.transposed else self.shape
 
     @property
     def torch_dtype(self) -> torch.dtype:
