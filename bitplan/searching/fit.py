@@ -68,7 +68,7 @@ from bitplan.searching.kv_evidence import KVShapes, dtype_of, gather_kv, watch_k
 from bitplan.searching.memory_probe import MemoryProbe, Reserve, TokenTimes
 from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, hurt_kind, kl_by_kind, summary_of
 from bitplan.searching.run import PLAN, Searcher, SearchOptions, best_of, solve_and_correct
-from bitplan.searching.runtime_formats import candidates, target_of
+from bitplan.searching.runtime_formats import candidates, few_bits, target_of
 from bitplan.searching.searched_model import SearchSubject, Text, prepare
 from bitplan.searching.solver import RivalPlan, Solution, solve
 from bitplan.searching.two_memories import (
@@ -210,6 +210,11 @@ def _kept(kv: SearchEvidence) -> str:
     """The plain format in which keys and values stay where they are not packed."""
     group = next(iter(kv.groups.values()))
     return next(fmt for fmt in group.formats if get_format(fmt).is_cast)
+
+
+def _in_8_bits(goal: FitGoal) -> str:
+    """The format of eight bits in which the goal's engine keeps keys and values."""
+    return [*goal.engine.formats][-1]
 
 
 @dataclass(frozen=True)
@@ -423,6 +428,7 @@ def fit(
     model        an nn.Module of transformers, or a path: a Hugging Face folder or GGUF
     goal         FitGoal(memory=24 * 10**9, context=32768), or a mapping of its fields
     text         as `bitplan.search` takes it, of one or several kinds, where the model is a path; else `batches`
+    formats      candidates for weights; unless given the target's, with IQ2 and IQ3 where weights may have few bits
     out          a folder for the evidence, plan.json and fit.json; a stopped run goes on there
     plan_only    answer from the evidence that an earlier run left in `out`: nothing of the model is run
     options      how it works: device, windows, progress; `options.context` are the tokens of a window of text
@@ -453,7 +459,8 @@ def fit(
         )
     aims_of(fit_goal.kinds, cut.kinds)  # refused now, not after minutes
     loaded = _with_kernels(subject, fit_goal.engine, names, is_asked=bool(formats))
-    return _Fitter(subject, Searcher(subject, cut, loaded, folder, how, meter=JointMeter), fit_goal, folder).find()
+    searcher = Searcher(subject, cut, loaded, folder, how, meter=JointMeter)
+    return _Fitter(subject, searcher, fit_goal, folder, is_asked=bool(formats)).find()
 
 
 def _with_kernels(subject: SearchSubject, engine: EngineMemory, names: Sequence[str], *, is_asked: bool) -> list[str]:
@@ -478,6 +485,7 @@ class _Fitter:
     searcher: Searcher
     goal: FitGoal
     folder: Path | None
+    is_asked: bool  # whether the formats of weights were given
 
     def find(self) -> FitResult:
         how, goal, searcher = self.searcher.options, self.goal, self.searcher
@@ -485,6 +493,9 @@ class _Fitter:
         probe = reserve.at(goal.context)
         shapes, _ = watch_kv(self.subject, searcher.text.checks[0][None, :8])
         in_kv = min(shapes.nbytes(fmt, goal.engine, goal) for fmt in goal.engine.formats)
+        if not self.is_asked:
+            room = goal.memory + (goal.ram or 0) - probe.nbytes - shapes.nbytes(_in_8_bits(goal), goal.engine, goal)
+            searcher.formats = (*few_bits(self.subject.target, 8 * room / self.subject.numbers), *searcher.formats)
         least = smallest_bytes(self.subject, searcher.formats)
         _refuse_below(self.subject.where, goal, least, in_kv, probe.nbytes)
         self._refuse_whole(shapes, probe)
@@ -552,14 +563,14 @@ class _Fitter:
         probe: MemoryProbe,
     ) -> FitResult:
         """Measure the joint plan, and weights by the same solver beside fixed keys and values, on held-out text."""
-        engine, goal, times = self.goal.engine, self.goal, probe.times
+        goal, times = self.goal, probe.times
         plans, missing = [RivalPlan(JOINT, "plan", _placed(joint, goal, solution.choice))], []
         if goal.ram is not None:
             for fmt in _compared(joint, solution.choice):
                 with suppress(GoalError):  # too large for both memories
                     split = best_split(joint, fmt, limit)
                     plans.append(RivalPlan(f"{fmt} for all", "uniform", _placed(joint, goal, split.choice)))
-        for label, fmt in {"K and V as they are": _kept(kv), "K and V in 8 bits": [*engine.formats][-1]}.items():
+        for label, fmt in {"K and V as they are": _kept(kv), "K and V in 8 bits": _in_8_bits(goal)}.items():
             try:
                 choice = solve(joint, limit, force=dict.fromkeys(kv.groups, fmt)).choice
             except GoalError:

@@ -339,7 +339,7 @@ def _decoding_costs(device: Any) -> dict[str, tuple[float, ...]]:
 
     from bitplan.formats import Encoded, get_format
     from bitplan.formats.dispatch import decode
-    from bitplan.searching.runtime_formats import target_of
+    from bitplan.searching.runtime_formats import candidates, target_of
 
     def line(few: float, many: float) -> tuple[float, float]:
         few_numbers, many_numbers = (rows * cols for rows, cols in DECODED_SHAPES)
@@ -347,7 +347,7 @@ def _decoding_costs(device: Any) -> dict[str, tuple[float, ...]]:
         return max(0.0, few - few_numbers * per_number), per_number
 
     costs: dict[str, tuple[float, ...]] = {}
-    for name in target_of("bitplan").formats:
+    for name in candidates(target_of("bitplan"), None, bits=0):
         fmt = get_format(name)
         if fmt.is_cast:
             continue

@@ -86,11 +86,15 @@ def target_of(name: str) -> Target:
 def candidates(target: Target, formats: Sequence[str] | None, bits: float | None = None) -> tuple[str, ...]:
     """The formats to search: those asked for, or all of the target's; `bits`: how many a weight may have."""
     if not formats:
-        few_bits = [fmt for fmt, most in target.few_bits.items() if bits is not None and bits < most]
-        return (*few_bits, *target.formats)
+        return (*(() if bits is None else few_bits(target, bits)), *target.formats)
     for name in formats:
         get_format(name)
         if not target.loads(name):
             loaded = FORMATS[target.export or ""]
             raise SearchError(f"{target.name} does not load {name}; it loads {', '.join(loaded)} and plain types")
     return tuple(dict.fromkeys(formats))
+
+
+def few_bits(target: Target, bits: float) -> tuple[str, ...]:
+    """The formats that a target's plans try only where a weight may have so few bits."""
+    return tuple(fmt for fmt, most in target.few_bits.items() if bits < most)

@@ -24,6 +24,7 @@ from bitplan.searching.fit import KV_EVIDENCE, FitGoal, joint_evidence, plan_fit
 from bitplan.searching.goal import EvidenceFileError, Goal, GoalError, SearchError, parse_tokens
 from bitplan.searching.memory_probe import MemoryProbe, Reserve, _measure, probe_memory
 from bitplan.searching.plan_meter import hurt_kind, kl_by_kind
+from bitplan.searching.runtime_formats import TARGETS
 from bitplan.searching.solver import solve
 from tests.searching.tiny_mixtral import rounding_to_nearest
 
@@ -147,6 +148,26 @@ def test_a_model_without_keys_and_values_is_refused():
     model = transformers.MambaForCausalLM(transformers.MambaConfig(**sizes))
     with pytest.raises(SearchError, match="MambaForCausalLM keeps states of one size and no keys and values"):
         bitplan.fit(model, tokens(), goal=FitGoal(MEMORY, CONTEXT))
+
+
+def test_little_memory_lets_a_fit_try_vectors_unless_formats_were_given(monkeypatch):
+    """What weights may take is what keys and values in 8 bits leave: 36 bytes a row, two of them in three layers."""
+    model = tiny_llama()
+    numbers, beside = sum(parameter.numel() for parameter in model.parameters()), RESERVED + 7 * CONTEXT
+    in_kv, tried = 3 * 2 * 36 * CONTEXT, []
+
+    def collect(searcher, _goal):
+        tried.append(tuple(searcher.formats))
+        raise GoalError("far enough")
+
+    monkeypatch.setattr(memory_probe, "probe_memory", lambda *args: replace(fake_probe(*args), nbytes=beside))
+    monkeypatch.setattr(fit.Searcher, "collect", collect)
+    for bits, asked in ((4.6, None), (4.4, None), (4.4, FORMATS)):
+        memory = beside + in_kv + int(bits * numbers / 8)
+        with pytest.raises(GoalError, match="far enough"):
+            bitplan.fit(model, tokens(), goal=FitGoal(memory, CONTEXT), formats=asked)
+    usual = TARGETS["bitplan"].formats
+    assert tried == [usual, ("iq3_s_gguf", *usual), FORMATS]
 
 
 def test_a_stopped_fit_goes_on_with_what_was_measured(fitted, monkeypatch):
