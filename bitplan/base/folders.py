@@ -23,7 +23,17 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from bitplan.base.errors import StoreError
-from bitplan.base.records import KINDS, is_at, lock, named_after, partial_name, status_of, sweep, sync_folder
+from bitplan.base.records import (
+    KINDS,
+    is_at,
+    is_locked_by_another,
+    lock,
+    named_after,
+    partial_name,
+    status_of,
+    sweep,
+    sync_folder,
+)
 
 # The old folder and the new one -> names in the old one that go, beside those that the new one has itself.
 Replaces = Callable[[Path, Path], Collection[str]]
@@ -124,6 +134,35 @@ def scratch_folder(parent: Path, name: str) -> Iterator[Path]:
     sweep(parent, rf"\.{re.escape(name)}-\w+")
     with _locked_folder(lambda: parent / f".{name}-{secrets.token_hex(6)}", parent) as scratch:
         yield scratch
+
+
+@contextmanager
+def working_folder(folder: Path, noun: str) -> Iterator[None]:
+    """A context in which this process alone works in a folder; while another does, by its `noun`, that is an error.
+
+    The folder and its parents are made; those that a failure left empty go again.
+    """
+    missing = [parent for parent in (folder, *folder.parents) if not parent.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = None if sys.platform == "win32" else os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        if descriptor is not None and is_locked_by_another(descriptor):
+            raise StoreError(
+                f"{folder}: another {noun} works there now, and the two would read each other's files: wait until it "
+                "has ended, or give another folder",
+                settings={"out": f"{folder}-2"},
+            )
+        try:
+            yield
+        except BaseException:
+            for parent in missing:
+                if any(parent.iterdir()):
+                    break
+                parent.rmdir()
+            raise
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)
 
 
 # ---- one folder for another ------------------------------------------------------------------------------------------

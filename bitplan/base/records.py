@@ -248,8 +248,19 @@ def _remove(path: Path) -> None:
 
 def lock(descriptor: int, *, wait: bool = True) -> bool:
     """Lock a file; whether this process holds it now. The lock is released when the process ends, however it ends."""
+    held = _flock(descriptor, wait=wait)
+    return wait if held is None else held  # on a file system without locks nothing is swept
+
+
+def is_locked_by_another(descriptor: int) -> bool:
+    """Whether another process holds the lock of a file; where none does, this one holds it now, if the system can."""
+    return _flock(descriptor, wait=False) is False
+
+
+def _flock(descriptor: int, *, wait: bool) -> bool | None:
+    """Whether this process holds the lock; None on a file system without locks, or without those of folders (NFS)."""
     if sys.platform == "win32":
-        return wait
+        return None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -257,7 +268,7 @@ def lock(descriptor: int, *, wait: bool = True) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOTSUP, errno.ENOLCK, errno.ENOSYS, errno.EBADF):
             raise
-        return wait  # on a file system without locks, or without those of folders (NFS), nothing is swept
+        return None
     return True
 
 

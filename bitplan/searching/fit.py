@@ -488,7 +488,7 @@ class _Fitter:
     is_asked: bool  # whether the formats of weights were given
 
     def find(self) -> FitResult:
-        how, goal, searcher = self.searcher.options, self.goal, self.searcher
+        goal, searcher = self.goal, self.searcher
         reserve = Reserve(self.subject.model, goal, self.folder, writes=True)
         probe = reserve.at(goal.context)
         shapes, _ = watch_kv(self.subject, searcher.text.checks[0][None, :8])
@@ -499,9 +499,12 @@ class _Fitter:
         least = smallest_bytes(self.subject, searcher.formats)
         _refuse_below(self.subject.where, goal, least, in_kv, probe.nbytes)
         self._refuse_whole(shapes, probe)
-        if self.folder is not None:
-            self.folder.mkdir(parents=True, exist_ok=True)
-        how.note(searcher.needs())
+        with searcher.working("search or fit"):
+            return self._find(probe, reserve, least, in_kv)
+
+    def _find(self, probe: MemoryProbe, reserve: Reserve, least: int, in_kv: int) -> FitResult:
+        goal, searcher = self.goal, self.searcher
+        searcher.options.note(searcher.needs())
         near = max(least, min(goal.memory - probe.nbytes - in_kv, self.subject.stored.nbytes - 1))
         if goal.ram is not None:  # where time is what is short, as large as what it is compared with
             numbers = sum(parameter.numel() for parameter in self.subject.model.parameters())

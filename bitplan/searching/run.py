@@ -6,7 +6,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from bitplan.base.folders import working_folder
 from bitplan.base.hardware import hardware
 from bitplan.base.logs import JsonLog
 from bitplan.base.names import keywords_in
@@ -401,7 +402,7 @@ class Searcher:
         """The best plan within the goal, proven; written where there is a folder."""
         self.require_size(goal)
         self._read_training(goal)
-        with _made(self.folder):
+        with self.working("search or fit"):
             with self._logged(goal):
                 with self.clock.counted(IN_ALL):
                     result = self._find(goal)
@@ -410,6 +411,10 @@ class Searcher:
                     result.save(self.folder)
                     self._certify(self.folder)
             return result
+
+    def working(self, noun: str) -> AbstractContextManager[None]:
+        """A context in which nobody else writes into the folder: sums are read from its files piece by piece."""
+        return nullcontext() if self.folder is None else working_folder(self.folder, noun)
 
     def _certify(self, folder: Path) -> None:
         """Write the certificate of the folder, with the hashes of the model's files where it has some."""
@@ -661,22 +666,6 @@ def _as_it_was(model: nn.Module | str | Path) -> Iterator[None]:
     finally:
         for module, is_training in modes:
             module.training = is_training
-
-
-@contextmanager
-def _made(folder: Path | None) -> Iterator[None]:
-    """A context that makes the folder and its parents, and removes those again that a failed search left empty."""
-    missing = [] if folder is None else [parent for parent in (folder, *folder.parents) if not parent.exists()]
-    if folder is not None:
-        folder.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except BaseException:
-        for parent in missing:
-            if any(parent.iterdir()):
-                break
-            parent.rmdir()
-        raise
 
 
 def best_of(

@@ -11,7 +11,7 @@ import pytest
 
 from bitplan.base import folders
 from bitplan.base.errors import StoreError
-from bitplan.base.folders import atomic_folder, check_output_folder, scratch_folder
+from bitplan.base.folders import atomic_folder, check_output_folder, scratch_folder, working_folder
 
 
 def test_a_folder_appears_whole_or_not_at_all(tmp_path):
@@ -205,3 +205,24 @@ def test_scratch_folders_of_the_dead_are_swept_and_those_of_the_living_stay(tmp_
             assert {path.name for path in tmp_path.iterdir()} == {held.name, other.name}
         assert (held / "file").exists()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locks of folders")
+def test_one_alone_works_in_a_folder(tmp_path):
+    shared = tmp_path / "a" / "shared"
+    with working_folder(shared, "search"):
+        refused = pytest.raises(StoreError, match=r"shared: another search works there now.*\(out='.*shared-2'\)")
+        with refused, working_folder(shared, "search"):
+            pytest.fail("two at once")
+        assert shared.is_dir()  # empty, and another's
+    with working_folder(shared, "search"):  # free again
+        pass
+
+
+def test_a_failure_leaves_no_empty_folder_of_its_own(tmp_path):
+    (tmp_path / "before").mkdir()
+    for name, left in {"before": True, "new/inner": False}.items():
+        with pytest.raises(RuntimeError), working_folder(tmp_path / name, "search"):
+            raise RuntimeError
+        assert (tmp_path / name).exists() == left
+    assert [path.name for path in tmp_path.iterdir()] == ["before"]

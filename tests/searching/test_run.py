@@ -15,7 +15,7 @@ import transformers
 
 import bitplan
 from bitplan import open_tensors, quantize_file
-from bitplan.base.errors import MeasureError
+from bitplan.base.errors import MeasureError, StoreError
 from bitplan.cli.verbs.search import show_result
 from bitplan.files.engines.compressed_tensors import SCHEMES
 from bitplan.files.engines.mlx import QUANTIZATIONS
@@ -98,6 +98,24 @@ def test_steps_are_in_the_folder_while_the_search_goes_on(found):
     assert (start["model"], start["goal"]) == ("a model", "7 bits a weight")
     assert {"statistics", "rounding"} <= {step["phase"] for step in steps}
     assert not (folder / "progress.jsonl").exists()
+
+
+def test_a_second_search_beside_it_in_the_folder_is_refused_before_it_reads_there(found, tmp_path):
+    refused = []
+
+    @contextmanager
+    def stage(_what, _total):
+        if not refused:  # while the first one works
+            with pytest.raises(StoreError, match="another search or fit works there now") as error:
+                bitplan.search(tiny_llama(seed=1), tokens(), goal={"bits": 7.0}, formats=FORMATS, out=tmp_path)
+            refused.append(error)
+        yield lambda _count, _label: None
+
+    _, _, alone = found
+    options = SearchOptions(stage=stage)
+    result = bitplan.search(tiny_llama(), tokens(), goal={"bits": 7.0}, formats=FORMATS, out=tmp_path, options=options)
+    assert refused
+    assert result.plan == alone.plan
 
 
 def test_a_search_writes_a_plan_within_its_goal(found):
