@@ -128,6 +128,14 @@ class ModelConfig:
         return count
 
     @property
+    def layer_kinds(self) -> list[Any]:
+        """What each layer attends to, as the config says it; empty where it does not."""
+        kinds = self.get("layer_types") or []
+        if not isinstance(kinds, list):
+            raise StoreError(f"{self.path}: layer_types must be a list, got {show(kinds)}")
+        return kinds
+
+    @property
     def rope(self) -> Mapping[str, Any]:
         """Rotary settings as transformers 5 writes them; those of older configs in the same form."""
         parameters = self.mapping("rope_parameters")
@@ -204,7 +212,7 @@ def _check_gemma(config: ModelConfig) -> None:
 def shorter_context(config: ModelConfig) -> int | None:
     """The attention window, if llama.cpp has none for the architecture: within it both compute the same."""
     has_switch = config.model_type.startswith("qwen")
-    kinds = config.get("layer_types") or ["sliding_attention"]
+    kinds = config.layer_kinds or ["sliding_attention"]
     used = config.get("use_sliding_window", False) if has_switch else "sliding_attention" in kinds
     if config.family.architecture == "gemma3" or not used or not config.get("sliding_window"):
         return None
@@ -214,9 +222,7 @@ def shorter_context(config: ModelConfig) -> int | None:
 
 def _window_pattern(config: ModelConfig) -> int:
     """The number n such that every n-th layer of a Gemma attends to the whole text, all others to a window."""
-    kinds = config.get("layer_types") or []
-    if not isinstance(kinds, list):
-        raise StoreError(f"{config.path}: layer_types must be a list, got {show(kinds)}")
+    kinds = config.layer_kinds
     full = [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
     pattern = full[0] + 1 if full else max(_GEMMA_PATTERN, len(kinds) + 1)
     if not kinds:

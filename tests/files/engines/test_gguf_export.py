@@ -289,6 +289,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
         ({"vocab_size": 2**31 - 1}, "vocab_size is 2147483647, and no model has more than"),
         ({"hidden_size": None}, "no hidden_size, which llama.cpp needs"),
         ({"vocab_size": 20}, "a token of number 32, the model 20 tokens"),
+        ({"model_type": "mistral", "layer_types": 1}, "layer_types must be a list, got 1"),
         ({"hidden_act": "gelu"}, "activation \"gelu\"; llama.cpp's llama computes 'silu'"),
         ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1.0}}, 'rotary positions of type "longrope"'),
         ({"rope_parameters": YARN | {"attention_factor": 1.5}}, "YaRN with an attention factor of 1.5 "),
