@@ -231,6 +231,8 @@ def test_settings_that_change_after_the_backward_are_refused():
             stream.end_step()
         with pytest.raises(StreamError, match=r"update_in_backward=True .* but clipping needs all of them first"):
             stream.clip_gradients(1.0)
+        with pytest.raises(StreamError, match=r"update_in_backward=True .* but clipping needs all of them first"):
+            stream.training.max_norm = 1.0
         stream.load_state_dict(saved)
 
 

@@ -23,6 +23,10 @@ that it came to last are to step, and not a block. Each block may compute once a
 one backward, and no block is loaded again once a weight of it may have been stepped: autograd has used a weight for the
 last time when its gradient is whole, and the block's other weights are on the device.
 
+Several processes first agree which blocks compute once in each of them. These are then averaged, stepped and encoded
+one by one, the last one first, each when its gradients have come in all processes; the end of the step does so with
+what is left. So all processes talk in one order, whatever comes first in each.
+
 Memory that is new to the process is expensive: the kernel clears each page at its first use, which takes longer than
 the bus. So a gradient is copied straight to its own place, the same in every step, and stays in its type until AdamW
 reads it, which multiplies by the factor of clipping. A second gradient of a weight in a step (accumulation) is added in
@@ -32,6 +36,7 @@ weight's forward of that step has waited for the update that read it.
 
 from __future__ import annotations
 
+import functools
 import math
 import zlib
 from collections import Counter
@@ -48,7 +53,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from bitplan.base.errors import BlockNonFiniteError, StreamError, TransferError, did_you_mean
 from bitplan.base.process_status import ANSWER_WAIT_S
 from bitplan.streaming.find_blocks import ParameterSpec, Part, StreamedBlock, StreamedParameter, aligned
-from bitplan.streaming.options import STATE_FORMATS, StreamRequest, plan_states
+from bitplan.streaming.options import STATE_FORMATS, StreamRequest, check_norm, plan_states
 from bitplan.streaming.saved_tensors import refuse_second_derivatives
 from bitplan.streaming.telemetry import StepRecorder
 from bitplan.streaming.training.adamw import AdamWSettings, pieces, setting
@@ -298,7 +303,13 @@ class _Update:
     weights: set[Key] = field(default_factory=set)  # that were stepped
     sent: set[Key] = field(default_factory=set)  # and put where they are sent from
     ready: dict[str, list[tuple[list[str], SentFlags]]] = field(default_factory=dict)  # to step before the step ends
+    order: list[str] | None = None  # blocks that several processes are to step together; None until they agreed
     is_ending: bool = False
+
+    @functools.cached_property
+    def described(self) -> str:
+        """The settings, as processes compare them."""
+        return str(list(dict.fromkeys(map(str, {id(one): one for one in self.settings.values()}.values()))))
 
     def wake_waiters(self) -> None:
         """Wake all threads that wait for gradients, because no more will come."""
@@ -315,8 +326,8 @@ class HostTraining:
         self.processes: Processes | None = None
         self._edits = self._loaded = 0  # by other code, of weights and states: sums to compare with other processes'
         self.settings: Settings = options.optimizer or AdamWSettings()
-        self.max_norm = options.clip_grad_norm
         self.updates_early = options.update_in_backward
+        self.max_norm = options.clip_grad_norm
         self.encode_early: Callable[[str], None] = lambda _block: None
         self.wait_for_readers: Callable[[str], None] = lambda _block: None  # of a block's bytes
         self.lr = self.settings.lr
@@ -380,6 +391,18 @@ class HostTraining:
         self._lr = setting("lr", lr)
 
     @property
+    def max_norm(self) -> float | None:
+        """The largest norm of all streamed gradients, from the next update on; None does not clip."""
+        return self._max_norm
+
+    @max_norm.setter
+    def max_norm(self, norm: float | None) -> None:
+        if norm is not None:
+            check_norm("max_norm", norm)
+            self._refuse_early("clipping needs all of them first")
+        self._max_norm = norm
+
+    @property
     def own_settings(self) -> Mapping[Key, Settings]:
         """Settings of weights that have others than `settings` and `lr`, by block and parameter."""
         return self._own_settings
@@ -392,7 +415,6 @@ class HostTraining:
 
     def join(self, processes: Processes, frozen: Mapping[str, Tensor]) -> None:
         """Train with other processes, which have the same weights, from now on; nothing may be under way."""
-        self._refuse_early("gradients of several processes are averaged")
         masters = {name: part for one in self.trained().values() for name, part in one.parts().items()}
         processes.require_same({**masters, **frozen})
         if self._shards:
@@ -564,8 +586,8 @@ class HostTraining:
         early = gradients.early[block]
         early.missing -= 1
         early.seen.add(name)
-        if math.prod(self.weight(block, name).shape) < STEPPED_ALONE:
-            early.waiting.append(name)
+        if self.processes is not None or math.prod(self.weight(block, name).shape) < STEPPED_ALONE:
+            early.waiting.append(name)  # processes average a block at once
         else:
             bundle.due.append(name)
         if not early.missing:
@@ -574,31 +596,81 @@ class HostTraining:
         return not early.missing
 
     def _step_ready(self, update: _Update) -> None:
-        """Step, on the optimizer's thread, weights of the first block in forward order with gradients."""
+        """Step, on the optimizer's thread, weights whose gradients have come."""
         gradients = update.gradients
         if update.is_ending or self.failure is not None or gradients.failure is not None:
             return
-        block = next(name for name in self._weights if update.ready.get(name))
-        names, flags = update.ready[block].pop(0)
-        early, what = gradients.early[block], f"{block}, step {gradients.step}: update"
         try:
-            full_names = {f"{block}.{name}" for name in names}
-            self._refuse_not_finite([name for name in self._finite.not_finite(flags) if name in full_names], gradients)
-            if block not in update.begun:
-                self.wait_for_readers(block)
-            if not update.begun:
-                self._make_states(update.settings, self._keys)
-            self._step_weights(update, block, names)
-            early.unstepped -= len(names)
-            if not early.unstepped:
-                update.stepped.append(block)
-                self._encode(update, block, self.encode_early)
+            if self.processes is None:
+                self._step_first_ready(update)
+            else:
+                self._step_ready_together(update)
         except Exception as error:
-            gradients.failure = gradients.failure or _named(error, what)
+            gradients.failure = gradients.failure or _named(error, f"step {gradients.step}: update")
         except BaseException as error:
-            gradients.failure = TransferError(f"{what}: the thread was stopped ({error!r})")
+            gradients.failure = TransferError(f"step {gradients.step}: update: the thread was stopped ({error!r})")
             self._note_torn(update, gradients.failure)
             raise
+
+    def _step_first_ready(self, update: _Update) -> None:
+        """Step weights of the first block in forward order that has some with gradients."""
+        gradients = update.gradients
+        block = next(name for name in self._weights if update.ready.get(name))
+        names, flags = update.ready[block].pop(0)
+        if error := self._error_of_not_finite(self._not_finite(block, names, flags), gradients):
+            raise error
+        self._prepare_early(update, block)
+        self._step_weights(update, block, names)
+        gradients.early[block].unstepped -= len(names)
+        if not gradients.early[block].unstepped:
+            update.stepped.append(block)
+            self._encode(update, block, self.encode_early)
+
+    def _not_finite(self, block: str, names: Iterable[str], flags: SentFlags) -> list[str]:
+        full_names = {f"{block}.{name}" for name in names}
+        return [name for name in self._finite.not_finite(flags) if name in full_names]
+
+    def _prepare_early(self, update: _Update, block: str) -> None:
+        """Make the host ready for the first step of a block's weights, before the step ends."""
+        if block not in update.begun:
+            self.wait_for_readers(block)
+        if not update.begun:
+            self._make_states(update.settings, self._keys)
+
+    def _step_ready_together(self, update: _Update) -> None:
+        """Step those blocks whose gradients have come here, when their turn has come, with all other processes."""
+        gradients = update.gradients
+        if update.order is None:
+            self._agree_on_order(update, None)
+        while update.order and update.ready.get(update.order[0]):
+            ((names, flags),) = update.ready.pop(block := update.order[0])
+            bad = self._not_finite(block, names, flags)
+            self._step_together(update, self._error_of_not_finite(bad, gradients))
+
+    def _agree_on_order(self, update: _Update, failure: Exception | None) -> None:
+        """Find the blocks that compute once in every process; these are stepped in this order, the last one first."""
+        gradients, update.order = update.gradients, []
+        calls = [FROZEN if self._is_frozen(key) else gradients.calls[key[0]] for key in self._keys]
+        rows = self._agree(gradients, "backward", failure, calls, update.described)
+        self._refuse_partly_frozen(rows, gradients.step)
+        of_block = {
+            block: {row[self._flag_of[block, name]] for name in names for row in rows}
+            for block, names in self._weights.items()
+        }
+        update.order = [block for block in reversed(self._weights) if of_block[block] - {FROZEN} == {1}]
+
+    def _step_together(self, update: _Update, failure: Exception | None) -> None:
+        """Average, step and encode the next block in all processes, unless one of them has failed."""
+        assert update.order
+        gradients, (block, *later) = update.gradients, update.order
+        update.order = []  # of a failure here all processes know, and they meet at the end of the step
+        kinds = [gradients.kind(key) for key in self._keys]
+        rows = self._agree(gradients, f"gradients of {block}", failure, kinds, update.described)
+        update.order = later
+        self._average(gradients, rows, [(block, name) for name in self._weights[block]])
+        self._prepare_early(update, block)
+        self._step_block(update, block)
+        self._encode(update, block, self.encode_early)
 
     def _refuse_early(self, reason: str) -> None:
         if self.updates_early:
@@ -700,11 +772,16 @@ class HostTraining:
         return not self._finite.not_finite(flags)
 
     def _settle_gradients(
-        self, gradients: StepGradients, call: str, check: Callable[[], bool], settings: object = None
+        self,
+        gradients: StepGradients,
+        call: str,
+        check: Callable[[], bool],
+        settings: object = None,
+        stepped: Collection[Key] = (),
     ) -> bool:
         """Make the gradients the mean over all processes, once `check` has passed in each; False where one says so.
 
-        settings: of this call, the same in all processes.
+        settings: of this call, the same in all processes. stepped: weights that were stepped before, by their mean.
         """
         if self.processes is None:
             return check()
@@ -713,22 +790,43 @@ class HostTraining:
             is_finite = check()
         except Exception as error:
             failure = error
-        keys = self._keys
-        kinds = [gradients.kind(key) or FROZEN * self._is_frozen(key) for key in keys]
-        common = [self._edits, self._loaded, zlib.crc32(repr(settings).encode())]
-        rows = self.processes.agree(call, gradients.step, failure, [*common, int(is_finite), *kinds])
-        self._refuse_unlike(rows, f"step {gradients.step}: {call}", settings)
-        rows = [row[len(common) :] for row in rows]
-        if not all(row[0] for row in rows):
+        kinds = [gradients.kind(key) or FROZEN * self._is_frozen(key) for key in self._keys]
+        rows = self._agree(gradients, call, failure, kinds, settings, is_finite=is_finite)
+        if not rows:
             return False
         if not gradients.is_averaged:
             gradients.apply_factor()
-            self._refuse_partly_frozen([row[1:] for row in rows], gradients.step)
-            kinds = [max(row[at] for row in rows) for at in range(1, len(keys) + 1)]
-            gradients.make_alike(dict(zip(keys, kinds, strict=True)))
-            self.processes.average([gradients.sums[key] for key, kind in zip(keys, kinds, strict=True) if kind > 0])
+            self._refuse_partly_frozen(rows, gradients.step)
+            self._average(gradients, rows, [key for key in self._keys if key not in stepped])
             gradients.is_averaged = True
         return True
+
+    def _agree(
+        self,
+        gradients: StepGradients,
+        call: str,
+        failure: Exception | None,
+        notes: Sequence[int],
+        settings: object,
+        *,
+        is_finite: bool = True,
+    ) -> list[list[int]]:
+        """Exchange a note on every weight with all processes, by rank; none where gradients of one are not finite.
+
+        All raise where one has failed, or where they would train unlike weights.
+        """
+        assert self.processes is not None
+        common = [self._edits, self._loaded, zlib.crc32(repr(settings).encode()), int(is_finite)]
+        rows = self.processes.agree(call, gradients.step, failure, [*common, *notes])
+        self._refuse_unlike(rows, f"step {gradients.step}: {call}", settings)
+        return [row[len(common) :] for row in rows] if all(row[len(common) - 1] for row in rows) else []
+
+    def _average(self, gradients: StepGradients, rows: Sequence[Sequence[int]], keys: Sequence[Key]) -> None:
+        """Make gradients of these weights the mean over all processes; rows: the kinds of all weights, by rank."""
+        assert self.processes is not None
+        most = {key: max(row[self._flag_of[key]] for row in rows) for key in keys}
+        gradients.make_alike(most)
+        self.processes.average([gradients.sums[key] for key, kind in most.items() if kind > 0])
 
     def _is_frozen(self, key: Key) -> bool:
         block, name = key
@@ -787,14 +885,16 @@ class HostTraining:
 
     def _await_gradients(self, gradients: StepGradients, flags: SentFlags) -> bool:
         self._await_arrival(gradients)
-        self._refuse_not_finite(self._finite.not_finite(flags), gradients)
+        if error := self._error_of_not_finite(self._finite.not_finite(flags), gradients):
+            raise error
         return True
 
-    def _refuse_not_finite(self, bad: Sequence[str], gradients: StepGradients) -> None:
-        if bad:
-            is_changed = gradients.update is not None and gradients.update.begun
-            masters = "some masters have been stepped" if is_changed else "the masters are as they were before the step"
-            raise BlockNonFiniteError(f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; {masters}")
+    def _error_of_not_finite(self, bad: Sequence[str], gradients: StepGradients) -> BlockNonFiniteError | None:
+        if not bad:
+            return None
+        is_changed = gradients.update is not None and gradients.update.begun
+        masters = "some masters have been stepped" if is_changed else "the masters are as they were before the step"
+        return BlockNonFiniteError(f"{bad[0]}, step {gradients.step}: gradient holds NaN or infinity; {masters}")
 
     def _await_arrival(self, gradients: StepGradients) -> None:
         gradients.require_backward_ended()
@@ -878,10 +978,27 @@ class HostTraining:
             assert update.flags is not None
             return self._await_gradients(update.gradients, update.flags)
 
-        settings = list(dict.fromkeys(map(str, {id(one): one for one in update.settings.values()}.values())))
-        self._settle_gradients(update.gradients, "end_step", check, (settings, self.max_norm))
+        if self.processes is not None and self.updates_early:
+            self._step_rest_together(update, check)
+        settings = update.described, self.max_norm
+        self._settle_gradients(update.gradients, "end_step", check, settings, update.weights)
         if self.max_norm is not None:
             self._scale(update.gradients, self.max_norm)
+
+    def _step_rest_together(self, update: _Update, check: Callable[[], bool]) -> None:
+        """Step what is left of the order, at the end of the step; a failure of this process is told to the others."""
+        gradients, failure = update.gradients, None
+        try:
+            check()
+        except Exception as error:
+            failure = error
+        try:
+            if update.order is None:
+                self._agree_on_order(update, failure)
+            while update.order:
+                self._step_together(update, failure)
+        except Exception as error:  # `check` raises it, where all processes meet for the last time in this step
+            gradients.failure = gradients.failure or _named(error, f"step {gradients.step}: update")
 
     def _make_states(self, settings: Mapping[Key, Settings], keys: Iterable[Key]) -> None:
         """Make the optimizer's states before any block is stepped: running out of memory does no harm here."""

@@ -1,6 +1,7 @@
 """Processes: several processes train the streamed weights of one model, each with batches of its own, as under DDP.
 
-Gradients stay on their process until the step's last backward. Then, on the optimizer's thread, in every process:
+Gradients stay on their process until the step's last backward (with `update_in_backward` until those of their block
+have come). Then, on the optimizer's thread, in every process:
 
     agree      each says which step it is in, what failed, and which weights have gradients; if any failed, all drop the
                step, with an error that names the process
@@ -124,6 +125,8 @@ class Processes:
 
     def agree(self, call: str, step: int, failure: Exception | None, notes: Sequence[int]) -> list[list[int]]:
         """Exchange notes with all processes, by rank; raises in each if one failed or is in another step."""
+        if isinstance(failure, PeerLostError):
+            raise failure
         if failure is not None:
             self._status.leave(failure, f"failed in {call} {step}")
         line = torch.tensor([zlib.crc32(call.encode()), step, _kind(failure), *notes])
@@ -144,7 +147,7 @@ class Processes:
         if failed:
             words = self._status.message(failed[0], f"failed in {call} {step}")
             kind = BlockNonFiniteError if rows[failed[0]][2] == _NOT_FINITE else TransferError
-            raise kind(f"{what}: rank {failed[0]} failed, and no process applies the step: {words}")
+            raise kind(f"{what}: rank {failed[0]} failed, and no process goes on with the step: {words}")
         return [row[3:] for row in rows]
 
     def require_same(self, tensors: Mapping[str, Tensor]) -> None:

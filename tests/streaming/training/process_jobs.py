@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import pickle
 import warnings
@@ -25,6 +26,7 @@ from bitplan.streaming.block_stream import BlockStream
 from bitplan.streaming.selective.trainer_callbacks import lightning_callback, trainer_callback
 from bitplan.streaming.training import processes
 from bitplan.streaming.training.adamw import AdamWSettings
+from bitplan.streaming.training.host_training import HostTraining
 from bitplan.streaming.training.optimizers import Settings
 from bitplan.streaming.training.trained_weight import TrainedWeight
 from tests.processes import SERVER
@@ -82,18 +84,27 @@ def _serve(pipe: Any, store: str, rank: int, count: int, jobs: list[tuple[str, d
 def train(rank: int, _count: int, *, dtype: torch.dtype = torch.float32, **options: Any) -> Result:
     """Train the blocks; everything else is frozen. One batch a process and step."""
     model = frozen_outside(make_stack(adapters=False, count=2, dtype=dtype))
-    losses = []
+    losses, early = [], []
     with streaming(model, **{"train": "weights", "optimizer": SETTINGS, **options}) as stream:
+        assert stream.training is not None
         for step in range(STEPS):
             with one_step(stream, step):
                 losses.append(backward(model, batch(10 * step + rank, dtype)))
-        assert stream.training is not None
+                if step == 1:
+                    early = stepped_early(stream.training)
         stream.synchronize()
         nbytes = {**stream.training.host_bytes, "held": bytes_of(model.layers, stream._host, stream.training)}
         state = stream.state_dict()
         tensors = {name: one.clone() for name, one in state["tensors"].items()}
         parameters = {name: one.clone() for name, one in model.layers.state_dict().items()}
-        return {"losses": losses, "tensors": tensors, "bytes": nbytes, "parameters": parameters, "state": state}
+        return {
+            "losses": losses,
+            "tensors": tensors,
+            "bytes": nbytes,
+            "parameters": parameters,
+            "state": state,
+            "early": early,
+        }
 
 
 def train_alone(count: int, *, dtype: torch.dtype = torch.float32, joined: bool = False, **options: Any) -> Result:
@@ -199,10 +210,64 @@ def train_unevenly(rank: int | None, _count: int) -> Result:
         return {"tensors": tensors_of(stream)}
 
 
-def meet_nan(rank: int, _count: int) -> Result:
+def train_unalike(rank: int, _count: int, **options: Any) -> Result:
+    """Processes compute other blocks in a step, in another order, more than once or not at all."""
+    model = frozen_outside(make_stack(adapters=False, count=2))
+    orders = (
+        [[0, 1], [0, 1], [0, 1, 0], [1, 0], [0, 1]],
+        [[], [0], [0, 1], [0, 1], [0, 1]],
+    )
+    with streaming(model, train="weights", optimizer=SETTINGS, **options) as stream:
+        training = stream.training
+        assert training is not None
+        training._bundle_bytes, early = 1, []  # gradients are handed over one by one
+        for step, order in enumerate(orders[rank]):
+            with one_step(stream, step):
+                hidden = model.first(batch(10 * step + rank))
+                for at in order:
+                    hidden = model.layers[at](hidden)
+                if order:
+                    model.head(hidden).square().mean().backward()
+                if step > 1:
+                    early.append(stepped_early(training))
+        return {"tensors": tensors_of(stream), "early": early}
+
+
+def tear(rank: int, _count: int) -> Result:
+    """Gradients of process 1 are not finite for the first block of step 1, when the other one was stepped."""
+    model = frozen_outside(make_stack(adapters=False, count=2))
+    result: Result = {}
+    with streaming(model, train="weights", optimizer=SETTINGS, check_finite=False, update_in_backward=True) as stream:
+        training = stream.training
+        assert training is not None
+        with one_step(stream, 0):
+            backward(model, batch(rank))
+        saved = copy.deepcopy(stream.state_dict())
+
+        def spoil(gradient: Tensor) -> Tensor:
+            result["early"] = stepped_early(training)
+            return gradient * float("nan")
+
+        try:
+            with one_step(stream, 1):
+                hidden = model.layers[0](model.first(batch(10 + rank)))
+                if rank == 1:
+                    hidden.register_hook(spoil)
+                model.head(model.layers[1](hidden)).square().mean().backward()
+            stream.synchronize()
+        except StreamError as error:
+            result["torn"] = str(error)
+        stream.load_state_dict(saved)
+        for step in range(1, STEPS):
+            with one_step(stream, step):
+                backward(model, batch(10 * step + rank))
+        return {**result, "tensors": tensors_of(stream)}
+
+
+def meet_nan(rank: int, _count: int, **options: Any) -> Result:
     """The gradients of process 1 are not finite in step 1; then all go on."""
     model = frozen_outside(make_stack(adapters=False, count=2))
-    with streaming(model, train="weights", optimizer=SETTINGS, check_finite=False) as stream:
+    with streaming(model, train="weights", optimizer=SETTINGS, check_finite=False, **options) as stream:
         errors = []
         for step in range(STEPS):
             try:
@@ -335,8 +400,8 @@ def freeze_in_one(rank: int, _count: int) -> Result:
 def train_unlike(rank: int, _count: int, what: str) -> Result:
     """Process 1 alone has another rate or limit, changes a weight, or loads a state; at first it undoes a change."""
     model = make_stack(adapters=False, count=2)
-    weight = model.layers[1].up.weight
-    with streaming(model, train="weights", optimizer=SETTINGS, shard_optimizer="sharded" in what) as stream:
+    weight, options = model.layers[1].up.weight, {"update_in_backward": "early" in what}
+    with streaming(model, train="weights", optimizer=SETTINGS, shard_optimizer="sharded" in what, **options) as stream:
         for step in range(2):
             stream.synchronize()
             state = {name: one.detach().clone() for name, one in model.state_dict().items()}
@@ -347,7 +412,7 @@ def train_unlike(rank: int, _count: int, what: str) -> Result:
                     model(batch(0))
                 if what == "undone":
                     model.load_state_dict(state)
-            elif changes and what == "rate":
+            elif changes and what in ("rate", "rate early"):
                 stream.training.lr = 0.5
             elif changes and what == "load":
                 stream.load_state_dict(stream.state_dict())
@@ -388,12 +453,12 @@ def stream_in_a_subgroup(rank: int, count: int) -> Result:
     return result
 
 
-def lose(rank: int, count: int, *, how: str) -> Result:
+def lose(rank: int, count: int, *, how: str, **options: Any) -> Result:
     """The last process ends within step 1, by an error or killed; the others see it before their limit."""
     model = make_stack(adapters=False, count=2)
     if how == "killed":
         process_status.ANSWER_WAIT_S = 0.5  # it leaves no message
-    with streaming(model, train="weights", timeout_s=3 * HANGS_S) as stream:
+    with streaming(model, train="weights", timeout_s=3 * HANGS_S, **options) as stream:
         for step in range(STEPS):
             with one_step(stream, step):
                 backward(model, batch(0))
@@ -425,6 +490,14 @@ def backward(model: nn.Module, x: Tensor, factor: float = 1.0) -> float:
     loss = model(x).square().mean()
     (loss * factor).backward()
     return float(loss.detach()) * factor
+
+
+def stepped_early(training: HostTraining) -> list[str]:
+    """The blocks that were stepped before the step ends, when all that a backward has set off is over."""
+    assert training._gradients.drain(HANGS_S)
+    assert training._updates.drain(HANGS_S)
+    update = training.gradients.update
+    return [] if update is None else list(update.stepped)
 
 
 def tensors_of(stream: BlockStream) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ UNLIKE = {
     "limit": "step 0: clip_gradients: rank 1 would train other weights .* set them alike in each; here",
     "load": "step 1: end_step: rank 1 would train other weights than rank 0: a state was loaded in some",
     "change": r"layers\.1\.up\.weight is another tensor in rank 1 than in rank 0",
+    "rate early": "step 1: backward: rank 1 would train other weights than rank 0: learning rate, optimizer or",
     "change sharded": "step 1: end_step: rank 1 would train .*: weights were changed in some processes alone",
 }
 JOBS = {
@@ -44,6 +45,16 @@ JOBS = {
     "adafactor": ("train", {"shard_optimizer": True, "optimizer": ADAFACTOR, "dtype": torch.bfloat16}),
     "adafactor whole": ("train", {"optimizer": ADAFACTOR, "dtype": torch.bfloat16}),
     "resume muon": ("resume", {"optimizer": MUON}),
+    "early": ("train", {"update_in_backward": True}),
+    "packed early": (
+        "train",
+        {"dtype": torch.bfloat16, "shard_optimizer": True, "formats": "int8_row", "update_in_backward": True},
+    ),
+    "muon early": ("train", {"shard_optimizer": True, "optimizer": MUON, "update_in_backward": True}),
+    "unalike": ("train_unalike", {}),
+    "unalike early": ("train_unalike", {"update_in_backward": True}),
+    "nan early": ("meet_nan", {"update_in_backward": True}),
+    "torn": ("tear", {}),
     "ddp": ("train_with_ddp", {"max_norm": 0.05}),
     "uneven": ("train_unevenly", {}),
     "nan": ("meet_nan", {}),
@@ -173,9 +184,40 @@ def test_a_gradient_that_is_not_finite_stops_the_step_in_all(two):
     of_all(two["nan"])
     (first,), (second,) = (one["errors"] for one in two["nan"])
     assert re.match(
-        r"BlockNonFiniteError: step 1: end_step: rank 1 failed, and no process applies the step: .*layers\.", first
+        r"BlockNonFiniteError: step 1: end_step: rank 1 failed, and no process goes on with the step: .*layers\.", first
     )
     assert re.match(r"BlockNonFiniteError: layers\..*, step 1: gradient holds NaN", second)
+
+
+@pytest.mark.parametrize(("kind", "whole"), [("early", "train"), ("packed early", "packed"), ("muon early", "muon")])
+def test_updates_in_backward_change_no_bit(two, kind, whole):
+    assert_equal(of_all(two[kind]), of_all(two[whole]))
+    for one in two[kind]:
+        assert_equal(one["parameters"], two[whole][0]["parameters"])
+        assert one["early"] == ["layers.1", "layers.0"]
+
+
+def test_blocks_that_compute_once_in_every_process_are_updated_in_backward_and_others_at_the_end(two):
+    assert_equal(of_all(two["unalike early"]), of_all(two["unalike"]))
+    for one in two["unalike early"]:
+        assert one["early"] == [["layers.1"], ["layers.1", "layers.0"], ["layers.1", "layers.0"]]
+
+
+def test_a_gradient_that_is_not_finite_stops_updates_in_backward_in_all(two):
+    assert_equal(of_all(two["nan early"]), of_all(two["nan"]))
+    (first,), (second,) = (one["errors"] for one in two["nan early"])
+    assert re.match(
+        r"BlockNonFiniteError: step 1: gradients of layers\.1: rank 1 failed, and no process goes on", first
+    )
+    assert re.match(r"BlockNonFiniteError: layers\.1.*, step 1: .*; the masters are as they were before", second)
+
+
+def test_weights_of_two_steps_are_so_in_all_processes_and_a_state_goes_on(two):
+    assert_equal(of_all(two["torn"]), of_all(two["train"]))
+    assert two["torn"][1]["early"] == ["layers.1"]
+    for one, says in zip(two["torn"], ("gradients of layers.0: rank 1 failed", "some masters have"), strict=True):
+        assert "update broke off after 1 of 2 blocks" in one["torn"]
+        assert says in one["torn"]
 
 
 def test_a_step_that_overflows_in_one_process_is_skipped_in_all(two):
@@ -274,11 +316,13 @@ def test_processes_in_other_steps_are_refused(two):
         ("killed", "no answer from rank 1: it died, or hangs; look at its output"),
     ],
 )
-def test_a_process_that_ends_is_named_by_the_others(how, says, tmp_path):
-    ((first, second),) = in_processes(2, [("lose", {"how": how})], tmp_path)
+@pytest.mark.parametrize("early", [False, True])
+def test_a_process_that_ends_is_named_by_the_others(how, says, early, tmp_path):
+    ((first, second),) = in_processes(2, [("lose", {"how": how, "update_in_backward": early})], tmp_path)
     assert (second and second["error"]) == (None if how == "killed" else "ValueError")
-    assert first["error"] == "PeerLostError"
-    assert re.search(rf"step 1: end_step: rank 0 of 2: {says}", first["message"]), first["message"]
+    where = "step 1: .*" if early else "step 1: end_step: "
+    assert re.search(rf"{where}rank 0 of 2: {says}", first["message"]), first["message"]
+    assert first["error"] == ("StreamError" if "of two steps" in first["message"] else "PeerLostError")
 
 
 @pytest.mark.long
@@ -295,11 +339,13 @@ def test_trainers_of_two_processes_train_one_model(tmp_path):
 
 @pytest.mark.long
 def test_four_processes(tmp_path):
-    names = ("train", "sharded", "ddp", "small bfloat16", "small bfloat16 sharded")
-    train, sharded, ddp, small, small_sharded = in_processes(4, [JOBS[job] for job in names], tmp_path)
+    names = ("train", "sharded", "ddp", "small bfloat16", "small bfloat16 sharded", "early", "packed", "packed early")
+    train, sharded, ddp, small, small_sharded, *early = in_processes(4, [JOBS[job] for job in names], tmp_path)
     assert_equal(of_all(train), train_alone(4)["tensors"])
     assert_equal(of_all(sharded), train_alone(4, clip_grad_norm=0.1, formats="int8_row")["tensors"])
     of_all(ddp)
+    assert_equal(of_all(early[0]), of_all(train))
+    assert_equal(of_all(early[2]), of_all(early[1]))
     assert_equal(of_all(small_sharded), of_all(small))
     assert sum(one["bytes"]["masters"] for one in small_sharded) == small[0]["bytes"]["masters"]
 
