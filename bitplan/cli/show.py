@@ -282,8 +282,8 @@ def _lines(
     def tell() -> None:
         while not is_over.wait(LINE_EVERY_S):
             seconds = time.monotonic() - started
-            rest = f", about {_duration(max(whole, seconds))} in all" if estimates else ""
-            line = f"{title}: {amount(done)} of {amount(total)} in {_duration(seconds)}"
+            rest = f", about {duration(max(whole, seconds))} in all" if estimates else ""
+            line = f"{title}: {amount(done)} of {amount(total)} in {duration(seconds)}"
             line += rest if done else ", nothing is done yet"
             print(visible(f"{line}: {doing}" if doing else line), file=sys.stderr, flush=True)
 
@@ -296,7 +296,8 @@ def _lines(
         teller.join()
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
+    """Seconds, minutes or hours, in words."""
     minutes, rest = divmod(max(0, round(seconds)), 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60} min"

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 import multiprocessing
-import shutil
+import stat
 import sys
 import tempfile
 import threading
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, ThreadPoolExecutor, as_completed, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
@@ -34,6 +34,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from bitplan.base.folders import scratch_folder
 from bitplan.files.cluster import Cluster
 from bitplan.formats import Encoded, get_format
 from bitplan.formats.dispatch import decode, encode, parts_of
@@ -212,6 +213,7 @@ def _as_tensor(array: Array) -> torch.Tensor:
 # ---- damage ----------------------------------------------------------------------------------------------------------
 
 
+SCRATCH = "bitplan-search"  # folders .bitplan-search-* among the system's temporary ones
 MOST_WEIGHTS, MOST_NUMBERS = 3, 2**28  # q, k and v; and how many numbers they may have together
 SAMPLED_ROWS, SAMPLED_SHARE = 128, 32  # at least so many rows of a weight are rounded to predict, or one in so many
 QUICK_FORMATS = ("q4_0_gguf", "nvfp4", "int8_row")  # the last holds rows of any length
@@ -268,7 +270,7 @@ class RoundedWeights:
     workers: int | str = 0
     threads: int = sys.maxsize
     at_once: int = ROUNDED_AT_ONCE
-    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="bitplan-search-")))
+    scratch: Path = field(init=False)
     _files: dict[tuple[str, str], dict[str, StoredTensor]] = field(default_factory=dict, repr=False)
     _recent: _Recent = field(default_factory=_Recent, repr=False)
     _quick: dict[str, Tensor] = field(default_factory=dict, repr=False)
@@ -279,7 +281,10 @@ class RoundedWeights:
     _numbers: Iterator[int] = field(default_factory=itertools.count, repr=False)  # of files that processes write
 
     def __post_init__(self) -> None:
-        weakref.finalize(self, shutil.rmtree, self.scratch, ignore_errors=True)
+        opened = ExitStack()  # a killed search leaves its folder, and the next one removes it
+        self.scratch = opened.enter_context(scratch_folder(Path(tempfile.gettempdir()), SCRATCH))
+        self.scratch.chmod(stat.S_IRWXU)
+        weakref.finalize(self, opened.close)
         if self.workers and not self.subject.target.streamed:
             workers = self.workers
             self._processes = ClusterRounding(workers) if isinstance(workers, str) else RoundingProcesses(workers)

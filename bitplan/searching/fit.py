@@ -67,7 +67,7 @@ from bitplan.searching.kv_evidence import JointMeter as JointMeter
 from bitplan.searching.kv_evidence import KVShapes, dtype_of, gather_kv, watch_kv
 from bitplan.searching.memory_probe import MemoryProbe, Reserve, TokenTimes
 from bitplan.searching.plan_meter import MeasuredPlan, PlanMeter, hurt_kind, kl_by_kind, summary_of
-from bitplan.searching.run import PLAN, Searcher, SearchOptions, best_of, solve_and_correct
+from bitplan.searching.run import PLAN, Searcher, SearchOptions, best_of, counted_from_now, solve_and_correct
 from bitplan.searching.runtime_formats import candidates, few_bits, target_of
 from bitplan.searching.searched_model import SearchSubject, Text, prepare
 from bitplan.searching.solver import RivalPlan, Solution, solve
@@ -433,7 +433,7 @@ def fit(
     plan_only    answer from the evidence that an earlier run left in `out`: nothing of the model is run
     options      how it works: device, windows, progress; `options.context` are the tokens of a window of text
     """
-    how = options or SearchOptions()
+    how = counted_from_now(options)
     fit_goal = goal if isinstance(goal, FitGoal) else FitGoal(**goal)
     if plan_only:
         return plan_fit("fit" if out is None else out, fit_goal)

@@ -38,7 +38,7 @@ from bitplan.rounding.error_compensation import InputHessian
 from bitplan.rounding.weights import round_weight
 from bitplan.searching.blocks import BACK, BATCH, LOGITS_AT_ONCE
 from bitplan.searching.damage import MOST_NUMBERS, MOST_WEIGHTS, ROUNDED_AT_ONCE, formats_that_hold
-from bitplan.searching.goal import COUNTED, Advance, SearchError, Stage
+from bitplan.searching.goal import COUNTED, Advance, Moment, SearchError, Stage
 from bitplan.searching.statistics import AT_ONCE, MOST_OUTPUTS
 
 if TYPE_CHECKING:
@@ -211,20 +211,27 @@ class ExpectedPhase:
 class PhaseClock:
     """A stage that also counts: by phase, seconds of wall time, and of all of this process' threads.
 
+    began      when the work began, before the first phase: the model was opened and the text cut since
     expected   what each phase will take; without it nothing is said of the whole
     log        where steps are also written as they are done, at most one line in `LOG_SECONDS`
     """
 
     stage: Stage
     expected: Mapping[str, ExpectedPhase] = field(default_factory=dict)
+    began: Moment = field(default_factory=Moment.now)
     log: JsonLog | None = None
     wall: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
     _steps: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._started = time.perf_counter()
+        self._started = Moment.now()
         self._logged = -math.inf
+
+    def expect(self, phases: Mapping[str, ExpectedPhase]) -> float:
+        """Say what each phase will take, the first of which begins now; returns the seconds of the whole."""
+        self.expected, self._started = phases, Moment.now()
+        return self._started.wall - self.began.wall + sum(phase.seconds for phase in phases.values())
 
     @contextmanager
     def __call__(self, phase: str, total: int) -> Iterator[Advance]:
@@ -246,17 +253,17 @@ class PhaseClock:
         if self.log is None or (done < total and now - self._logged < LOG_SECONDS):
             return
         self._logged = now
-        seconds = round(now - self._started, 1)
+        seconds = round(now - self.began.wall, 1)
         in_all = None if expected is None else round(expected, 1)
         line = {"phase": phase, "done": done, "of": total, "at": label, "seconds": seconds, "expected_seconds": in_all}
         self.log.write_lines(line)
 
     def seconds_in_all(self, current: str) -> float | None:
-        """An estimate of the whole search's seconds: what is over, and the rest at the pace until now."""
+        """An estimate of the seconds since `began`: what is over, and the rest at the pace until now."""
         if current not in self.expected:
             return None
         done = {name: self._share(name) * phase.seconds for name, phase in self.expected.items()}
-        over = time.perf_counter() - self._started
+        over = time.perf_counter() - self._started.wall
         expected_seconds = sum(phase.seconds for phase in self.expected.values())
         pace = _pace(over, sum(done.values()), TRUSTED * expected_seconds)
         remaining = 0.0
@@ -265,7 +272,7 @@ class PhaseClock:
                 wall = self.wall.get(name, 0.0)
                 phase_pace = _pace(wall, done[name], TRUSTED * phase.seconds) if done[name] else pace
                 remaining += (phase.seconds - done[name]) * phase_pace
-        return over + remaining
+        return self._started.wall - self.began.wall + over + remaining
 
     def _share(self, phase: str) -> float:
         """Which share of a phase's steps is done, from 0 to 1."""
@@ -273,15 +280,19 @@ class PhaseClock:
 
     @contextmanager
     def counted(self, phase: str) -> Iterator[None]:
-        wall, cpu = time.perf_counter(), time.process_time()
+        start = Moment.now()
         try:
             yield
         finally:
-            self.wall[phase] = self.wall.get(phase, 0.0) + time.perf_counter() - wall
-            self.cpu[phase] = self.cpu.get(phase, 0.0) + time.process_time() - cpu
+            end = Moment.now()
+            self.wall[phase] = self.wall.get(phase, 0.0) + end.wall - start.wall
+            self.cpu[phase] = self.cpu.get(phase, 0.0) + end.cpu - start.cpu
 
     def to_dict(self) -> dict[str, dict[str, float]]:
-        return {name: {"wall": round(self.wall[name], 2), "cpu": round(self.cpu[name], 2)} for name in self.wall}
+        """The seconds of each phase, and of all since `began`."""
+        seconds = {name: Moment(self.wall[name], self.cpu[name]) for name in self.wall}
+        seconds[IN_ALL] = Moment(*(end - start for end, start in zip(Moment.now(), self.began, strict=True)))
+        return {name: {"wall": round(wall, 2), "cpu": round(cpu, 2)} for name, (wall, cpu) in seconds.items()}
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -6,10 +6,11 @@ What a search refuses.
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from bitplan.base.errors import BitplanError, FileFormatError
 
@@ -90,6 +91,19 @@ COUNTED = 1000  # weights in one step of progress
 Advance = Callable[[int, str], None]
 # What shows progress: called with what is done and how many steps it has, gives what to call for each.
 Stage = Callable[[str, int], AbstractContextManager[Advance]]
+
+
+class Moment(NamedTuple):
+    """Seconds on the clock of the machine, and seconds that this process has computed."""
+
+    wall: float
+    cpu: float
+
+    @classmethod
+    def now(cls) -> Moment:
+        return cls(time.perf_counter(), time.process_time())
+
+
 _FAR_TOO_LARGE = 1e100  # and infinity: times the weights of a model this would be no whole number
 
 

@@ -30,7 +30,6 @@ from bitplan.searching.collect import EVIDENCE, collect_evidence, evidence_bytes
 from bitplan.searching.evidence import ProvenPlan, SearchEvidence, input_of, place_of, weight_format
 from bitplan.searching.explain import explain_plan
 from bitplan.searching.forecast import (
-    IN_ALL,
     MemoryUse,
     PhaseClock,
     expected_phases,
@@ -38,7 +37,7 @@ from bitplan.searching.forecast import (
     measure_steps,
     within_memory,
 )
-from bitplan.searching.goal import WINDOWS, Goal, GoalError, SearchError, Stage, aims_of, no_stage
+from bitplan.searching.goal import WINDOWS, Goal, GoalError, Moment, SearchError, Stage, aims_of, no_stage
 from bitplan.searching.plan_meter import (
     SHARE,
     InputMode,
@@ -286,6 +285,7 @@ class SearchOptions:
     memory       bytes that the process may have; what is free less a tenth unless given. What does not fit is refused
     stage        shows progress: called with a name and a number of steps, gives a context of what to call for each
     note         called before the work with what it will take
+    began        from when on its seconds count; unless given, from the call on
     """
 
     device: str | None = None
@@ -299,6 +299,13 @@ class SearchOptions:
     stage: Stage = no_stage
     note: Callable[[str], None] = lambda _line: None
     inputs: InputMode = "keep"
+    began: Moment | None = None
+
+
+def counted_from_now(options: SearchOptions | None) -> SearchOptions:
+    """The options, or the defaults, with the moment of this call as the beginning unless they have another."""
+    how = options or SearchOptions()
+    return how if how.began is not None else replace(how, began=Moment.now())
 
 
 @keywords_in(SearchOptions)
@@ -328,7 +335,7 @@ def search(
     out        a folder for evidence.json, plan.json and front.json; a stopped search goes on there
     options    how it works: device, windows, processes, memory, progress
     """
-    how = options or SearchOptions()
+    how = counted_from_now(options)
     search_goal = goal if isinstance(goal, Goal) else Goal(**goal)
     runtime = target_of(target)
     check_mode(how.inputs, runtime, candidates(runtime, formats))
@@ -380,10 +387,10 @@ class Searcher:
     _collected: tuple[SearchEvidence, PlanMeter] | None = None
 
     def __post_init__(self) -> None:
-        self.stage = self.clock = PhaseClock(self.options.stage)
+        self.stage = self.clock = PhaseClock(self.options.stage, began=self.options.began or Moment.now())
 
     def expect(self) -> float:
-        """Time a few steps of each kind; gives the seconds that the whole search will take."""
+        """Time a few steps of each kind; gives the seconds that the whole search will take, with those until now."""
         target, text = self.subject.target, self.text
         rounded = [name for name in self.formats if not get_format(name).is_cast and not target.streamed]
         steps = measure_steps(self.subject, text.statistics, rounded)
@@ -394,9 +401,9 @@ class Searcher:
             "windows": len(text.proof),
         }
         shapes = [site.shape for site in self.subject.sites.values()]
-        phases = expected_phases(shapes, len(self.subject.runner.blocks), tokens, len(self.formats), steps)
-        self.clock.expected = phases
-        return sum(phase.seconds for phase in phases.values())
+        return self.clock.expect(
+            expected_phases(shapes, len(self.subject.runner.blocks), tokens, len(self.formats), steps)
+        )
 
     def find(self, goal: Goal) -> SearchResult:
         """The best plan within the goal, proven; written where there is a folder."""
@@ -404,8 +411,7 @@ class Searcher:
         self._read_training(goal)
         with self.working("search or fit"):
             with self._logged(goal):
-                with self.clock.counted(IN_ALL):
-                    result = self._find(goal)
+                result = self._find(goal)
                 result.seconds = self.clock.to_dict()
                 if self.folder is not None:
                     result.save(self.folder)

@@ -159,7 +159,7 @@ def test_a_bar_shows_names_literally(capsys, monkeypatch):
 
 @pytest.mark.parametrize("seconds", [3, 75, 7500])
 def test_durations(seconds):
-    assert show._duration(seconds) == {3: "3 s", 75: "1 min 15 s", 7500: "2 h 5 min"}[seconds]
+    assert show.duration(seconds) == {3: "3 s", 75: "1 min 15 s", 7500: "2 h 5 min"}[seconds]
 
 
 @pytest.mark.parametrize("width", ["60", "100"])

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import stat
+import tempfile
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from bitplan.formats.dispatch import encode
 from bitplan.rounding.weights import round_weight
 from bitplan.searching import damage
+from bitplan.searching.statistics import InputStatistics
 
 LONG = [pytest.param(fmt, marks=pytest.mark.long) for fmt in ("iq4_nl_gguf", "mxfp4", "int4_g32", "fp8_e4m3_b128")]
 
@@ -34,3 +40,21 @@ def test_rows_rounded_apart_are_those_of_the_whole(fmt):
 def test_plain_casts_are_made_in_pieces_too():
     weight = torch.randn(5, 64)
     assert torch.equal(damage.round_by_rows(weight, "bfloat16", 64).data, encode(weight, "bfloat16").data)
+
+
+def test_scratch_folders_of_processes_that_are_gone_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    of_a_user = tmp_path / "bitplan-search-notes"
+    of_a_user.mkdir()
+    left = tmp_path / ".bitplan-search-0123456789ab"
+    left.mkdir()
+    (left / "weight-0").write_bytes(b"left by a killed search")
+    first = damage.RoundedWeights(SimpleNamespace(), InputStatistics())
+    assert not left.exists()
+    second = damage.RoundedWeights(SimpleNamespace(), InputStatistics())
+    assert {*tmp_path.iterdir()} == {of_a_user, first.scratch, second.scratch}
+    assert stat.S_IMODE(first.scratch.stat().st_mode) == 0o700
+    (first.scratch / "weight-0").write_bytes(b"numbers")
+    del first
+    gc.collect()
+    assert {*tmp_path.iterdir()} == {of_a_user, second.scratch}

@@ -10,7 +10,7 @@ import typer
 
 from bitplan.cli.options import DaskAddress, Json, Keep, KindsOfText
 from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
-from bitplan.searching.goal import WINDOWS
+from bitplan.searching.goal import WINDOWS, Moment
 
 if TYPE_CHECKING:
     from bitplan.searching.fit import FitResult
@@ -66,6 +66,7 @@ def fit(
     from bitplan.searching.engine_memory import engine_of
     from bitplan.searching.goal import GoalError, parse_bytes, parse_kinds, parse_tokens
 
+    began = Moment.now()
     limit, tokens, counted = parse_bytes(memory, "memory"), parse_tokens(context), parse_kinds(kinds)
     host = None if ram is None else parse_bytes(ram, "ram")
     engine_of(runtime)
@@ -93,7 +94,13 @@ def fit(
             out=out,
             plan_only=plan_only,
             options=SearchOptions(
-                device, window, windows, workers=dask or 0, stage=partial(progress, estimates=False), note=note
+                device,
+                window,
+                windows,
+                workers=dask or 0,
+                stage=partial(progress, estimates=False),
+                note=note,
+                began=began,
             ),
         )
     except KeyboardInterrupt:

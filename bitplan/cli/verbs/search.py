@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from bitplan.cli.options import Bits, Bytes, DaskAddress, Faster, Force, Json, Keep, KindsOfText, MaxKl, Rows
-from bitplan.cli.show import StoppedVerbError, human_bytes, progress, say, show_json, table
+from bitplan.cli.show import StoppedVerbError, duration, human_bytes, progress, say, show_json, table
 from bitplan.cli.verbs.report import records_of_search
-from bitplan.searching.goal import WINDOWS
+from bitplan.searching.goal import WINDOWS, Moment
 
 if TYPE_CHECKING:
     from bitplan.searching.run import SearchResult
@@ -98,6 +98,7 @@ def search(
     from bitplan.searching.goal import Goal, parse_bytes, parse_kinds
     from bitplan.searching.runtime_formats import TARGETS, candidates, target_of
 
+    began = Moment.now()
     # Refuse all that can be refused before torch is imported and minutes are spent.
     goal = Goal(bits, None if size is None else parse_bytes(size), max_kl, faster, rows, parse_kinds(kinds))
     target = target_of(runtime or "bitplan")
@@ -149,6 +150,7 @@ def search(
                 partial(progress, estimates=False),
                 note,
                 inputs,
+                began,
             ),
         )
         write_report(records_of_search(folder), folder / "report.html", title=f"{model.name}: {goal}")
@@ -161,6 +163,7 @@ def search(
         show_json(result.to_document())
         return
     show_result(result)
+    say(f"this took {duration(Moment.now().wall - began.wall)}")
     say(next_step(target, result.evidence.model, out), divided=False)
 
 
