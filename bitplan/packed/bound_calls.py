@@ -195,6 +195,12 @@ def like(x: Tensor, *, any_rows: bool) -> Callable[[Tensor], bool]:
     return check
 
 
+def alike(*tensors: Tensor) -> Callable[..., bool]:
+    """The same for several tensors at once, in all but their numbers."""
+    check: Callable[..., bool] = _TensorGuards(*tensors, **_AS_IT_IS).check
+    return check
+
+
 def addresses_of(weight: PackedWeight) -> Addresses:
     return tuple((name, part.data_ptr()) for name, part in weight._buffers.items() if part is not None)
 

@@ -169,6 +169,12 @@ class JointProjection:
             part = shared.hand_out(index, y, x, state, is_traced=compiling)
         return part
 
+    def whole(self, x: Tensor) -> Tensor | None:
+        """The product of all layers with x, one part after the other; None where they run apart."""
+        if self._joined_parts and not all(self._is_as_joined(layer) for layer in self.layers):
+            self._begin()
+        return self._run_joined(x) if self._runs_for(x) else None
+
     def _is_as_joined(self, layer: QuantLinear) -> bool:
         """Whether the layer has the weight and parts with which it was joined, and no bias; bytes are checked later."""
         weight, data, scales, base = self._joined_parts[layer.joint_at]

@@ -17,6 +17,7 @@ real memory to fill with random numbers.
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -263,7 +264,11 @@ def finish(
     check_filled(model, where)
     model.to(device)  # buffers that a model of the user's computes itself
     if device.type in ("cuda", "cpu"):
-        fuse_what_is_seen(model)
+        is_joined = bool(fuse_what_is_seen(model))
+        if is_joined and device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            from bitplan.packed.quick_blocks import quicken_blocks  # which needs numba
+
+            quicken_blocks(model)
     remember(model, file, assignment.recipes, folder=folder, config=config, plan=plan)
     adapt_to_transformers(model)
 

@@ -198,7 +198,9 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
                 plan=self._plan,
                 where=str(self._folder),
             )
-        self._layers.clear()
+        # The model keeps this object, and is copied and pickled with it.
+        self._layers, self._file, self._plan = {}, None, None
+        self._packed = self._all = Assignment(())
         return model
 
 

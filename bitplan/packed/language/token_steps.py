@@ -49,9 +49,13 @@ Multiply = Callable[[Tensor, tuple[str, ...]], Tensor]  # an input, and the laye
 
 
 @dataclass(frozen=True)
-class _Norm:
+class TokenNorm:
+    """An RMS norm; `name` is that of its parameter, to which 1 is added in `weight` where `plus_one` says so."""
+
     weight: Tensor
     eps: float
+    name: str
+    plus_one: bool
 
     def __call__(self, x: Tensor, added: Tensor | None) -> Tensor:
         """Add `added` to x in place; gives the norm of x."""
@@ -62,20 +66,20 @@ class _Norm:
 
 
 @dataclass(frozen=True)
-class _Block:
-    before: _Norm
+class TokenBlock:
+    before: TokenNorm
     queries: tuple[str, ...]  # paths of the layers of queries, keys and values
     output: tuple[str, ...]
-    between: _Norm
+    between: TokenNorm
     gate_up: tuple[str, ...]
     down: tuple[str, ...]
-    act: Callable[[Tensor], Tensor]
+    act: str  # one of ACTIVATIONS
 
 
 @dataclass(frozen=True)
-class _Structure:
-    blocks: tuple[_Block, ...]
-    last: _Norm
+class TokenStructure:
+    blocks: tuple[TokenBlock, ...]
+    last: TokenNorm
     head: tuple[str, ...]
     rotary: nn.Module
     layers: dict[str, QuantLinear]
@@ -86,10 +90,10 @@ class _UnknownError(Exception):
 
 
 # What a model was seen to be, and the modules and parameters that it had then.
-_structures: WeakKeyDictionary[nn.Module, tuple[list[ref[Any]], _Structure | str]] = WeakKeyDictionary()
+_structures: WeakKeyDictionary[nn.Module, tuple[list[ref[Any]], TokenStructure | str]] = WeakKeyDictionary()
 
 
-def structure_of(model: nn.Module) -> _Structure | str:
+def structure_of(model: nn.Module) -> TokenStructure | str:
     """The parts of a model in the order of its run, or why its steps are not known; seen anew where one changed."""
     parts = [*model.modules(), *model.parameters()]
     references, structure = _structures.get(model, ([], ""))
@@ -108,9 +112,10 @@ def _require(holds: bool, reason: str) -> None:
         raise _UnknownError(reason)
 
 
-def _see(model: nn.Module, view: ModelView) -> _Structure:
+def _see(model: nn.Module, view: ModelView) -> TokenStructure:
     _require(not view.unknown and not view.changed, "a part of the model could not be followed")
-    _require(getattr(model.config, "sliding_window", None) is None, "attention goes through a window")
+    config = getattr(model, "config", None)
+    _require(getattr(config, "sliding_window", None) is None, "attention goes through a window")
     rotary = [module for module in model.modules() if "inv_freq" in module._buffers]
     _require(len(rotary) == 1, "there is not one module of rotary positions")
     _require(getattr(rotary[0], "rope_type", "default") in FIXED_ANGLES, "angles of positions depend on the length")
@@ -137,14 +142,14 @@ def _see(model: nn.Module, view: ModelView) -> _Structure:
         outputs = (output.output, mlp.down.output)
         _require(outputs == (first.added, second.added), "something lies between a product and its sum")
         blocks.append(
-            _Block(
+            TokenBlock(
                 _norm(model, before, reading),
                 tuple(linear.path for linear in reading),
                 (output.path,),
                 _norm(model, between, (mlp.gate, mlp.up)),
                 (mlp.gate.path, mlp.up.path),
                 (mlp.down.path,),
-                ACTIVATIONS[mlp.activation],
+                mlp.activation,
             )
         )
         value = second.output
@@ -153,16 +158,16 @@ def _see(model: nn.Module, view: ModelView) -> _Structure:
     head = next((linear for linear in view.linears if last is not None and linear.source == last.output), None)
     _require(head is not None and len(view.linears) == 7 * len(blocks) + 1, "products are not seven a block and a head")
     assert head is not None
-    return _Structure(tuple(blocks), _norm(model, last, (head,)), (head.path,), rotary[0], layers)
+    return TokenStructure(tuple(blocks), _norm(model, last, (head,)), (head.path,), rotary[0], layers)
 
 
-def _norm(model: nn.Module, norm: NormUse | None, readers: Sequence[LinearUse]) -> _Norm:
+def _norm(model: nn.Module, norm: NormUse | None, readers: Sequence[LinearUse]) -> TokenNorm:
     if norm is None or norm.kind != "rms_norm" or norm.weight is None or norm.bias is not None or norm.eps is None:
         raise _UnknownError("a norm is missing, or is no RMS norm")
     _require(all(linear.source == norm.output for linear in readers), "a product reads something else than its norm")
     weight = model.get_parameter(norm.weight).detach()
     _require(weight.dtype == torch.float32 and weight.device.type == "cpu", "norms are not in float32 on a CPU")
-    return _Norm(weight + 1 if norm.plus_one else weight, norm.eps)
+    return TokenNorm(weight + 1 if norm.plus_one else weight, norm.eps, norm.weight, norm.plus_one)
 
 
 def _loops_for(hidden: int, queries: int, heads: int, width: int) -> StepLoops | None:
@@ -177,7 +182,7 @@ def _loops_for(hidden: int, queries: int, heads: int, width: int) -> StepLoops |
 class TokenSteps:
     """Computes logits a token at a time without the model's forward; holds keys and values of all before."""
 
-    def __init__(self, model: Any, structure: _Structure, cache: Any) -> None:
+    def __init__(self, model: Any, structure: TokenStructure, cache: Any) -> None:
         self._structure, self._embedding = structure, model.get_input_embeddings()
         keys: list[Tensor] = [layer.keys for layer in cache.layers]
         self.length = keys[0].shape[2]
@@ -220,10 +225,10 @@ class TokenSteps:
             projected = multiply(self._normed(x, added, block.before), block.queries)
             added = multiply(self._attended(projected, cache, at), block.output)
             gate, up = multiply(self._normed(x, added, block.between), block.gate_up).chunk(2, dim=-1)
-            added = multiply(block.act(gate) * up, block.down)
+            added = multiply(ACTIVATIONS[block.act](gate) * up, block.down)
         return multiply(self._normed(x, added, self._structure.last), self._structure.head)
 
-    def _normed(self, x: Tensor, added: Tensor | None, norm: _Norm) -> Tensor:
+    def _normed(self, x: Tensor, added: Tensor | None, norm: TokenNorm) -> Tensor:
         return norm(x, added) if self._loops is None else self._loops.norm(x, added, norm.weight, norm.eps)
 
     def _attended(self, projected: Tensor, cache: Tensor, at: int) -> Tensor:
@@ -360,7 +365,7 @@ class Decoding:
         is_step = ids.shape == (1, 1) and self._cache is not None and self.why_not is None
         calls: dict[str, tuple[Tensor, Tensor]] = {}
         hooks = []
-        if is_step and isinstance(self._structure, _Structure):
+        if is_step and isinstance(self._structure, TokenStructure):
             for path, layer in self._structure.layers.items():
                 keep = lambda _layer, args, output, path=path: calls.__setitem__(path, (args[0], output))
                 hooks.append(layer.register_forward_hook(keep))
@@ -369,12 +374,12 @@ class Decoding:
         finally:
             for hook in hooks:
                 hook.remove()
-        if is_step and isinstance(self._structure, _Structure):
+        if is_step and isinstance(self._structure, TokenStructure):
             self._switch(int(ids), calls, logits)
         return logits
 
     def _switch(self, token: int, calls: dict[str, tuple[Tensor, Tensor]], logits: Tensor) -> None:
-        assert isinstance(self._structure, _Structure)
+        assert isinstance(self._structure, TokenStructure)
         layers = getattr(self._cache, "layers", None)
         if not layers or len(layers) != len(self._structure.blocks):
             self.why_not = "the model's cache is of another kind"
