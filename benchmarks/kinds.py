@@ -17,8 +17,8 @@ import ctypes
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,12 @@ EMBEDDINGS = {  # an embedding that is the head, too: as --output-tensor-type sa
     "IQ4_XS": ("IQ4_XS", "Q6_K"),
 }
 SCHEMES = ((2, 64), (2, 32), (3, 64), (3, 32), (4, 64))  # hqq's bits and groups: 2.5, 3.0, ... 4.5 bits a weight
-TUNED = ((3, 64), (2, 64), (4, 64))  # auto-round's
+TUNED = {  # auto-round's bits: how hqq rounds the embedding, which auto-round leaves in 16 bits (None)
+    2: ((3, 64), (4, 64), None),
+    3: ((4, 64), None),
+    4: ((4, 64), (8, 64), None),
+}
+AUTO_WIDTHS = (2, 3, 4, 8)  # of its AutoScheme, in groups of 64
 AUTO_BITS = (4.375,)  # modelopt's, which leave out scales: 4.5 bits a weight with them and the embedding
 EMBEDDING = (4, 64)  # hqq's, where a rival leaves the embedding as it is
 
@@ -292,6 +297,18 @@ def with_hqq(
     return Made(nbits, weights)
 
 
+def with_embedding_of(subject: SearchSubject, layers: Mapping[str, Tensor], embedding: tuple[int, int] | None) -> Made:
+    """Layers of a rival that leaves the embedding as it is: rounded by hqq, or left in 16 bits."""
+    if embedding is not None:
+        return with_hqq(subject, *embedding, embedding, layers)
+    left = {name: subject.weight(name).float() for name in subject.sites if name not in layers}
+    return Made(16 * sum(weight.numel() for weight in left.values()), {**layers, **left})
+
+
+def named_embedding(embedding: tuple[int, int] | None) -> str:
+    return "embedding in 16 bits" if embedding is None else f"embedding by hqq in {embedding[0]} bits"
+
+
 def hqq(_options: argparse.Namespace, subject: SearchSubject, _lm: CausalLM, _text: str) -> Iterator[Rival]:
     for bits, group in SCHEMES:
         yield f"hqq, {bits} bits in groups of {group}", partial(with_hqq, subject, bits, group, (bits, group))
@@ -303,39 +320,64 @@ def calibration_of(options: argparse.Namespace, lm: CausalLM, text: str) -> list
 
 
 def auto_round(options: argparse.Namespace, subject: SearchSubject, lm: CausalLM, text: str) -> Iterator[Rival]:
-    """Layers tuned by auto-round, asymmetric; it leaves an embedding as it is, so hqq rounds that."""
+    """Layers tuned by auto-round, asymmetric: all in one number of bits, then as its AutoScheme chooses them."""
+    windows = calibration_of(options, lm, text)
+    batches = [{"input_ids": window, "attention_mask": torch.ones_like(window)} for window in windows]
+    common = {"seqlen": CONTEXT, "nsamples": len(windows), "batch_size": options.batch, "device_map": "cpu"}
+    common |= {"iters": options.iterations, "amp": False, "enable_torch_compile": False}
 
-    def tuned(bits: int, group: int) -> Made:
+    def rounder(**named: Any) -> Any:
         from auto_round import AutoRound  # type: ignore[import-not-found]
 
-        windows = calibration_of(options, lm, text)
         model = transformers.AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
-        tuning = AutoRound(
-            model,
-            lm.tokenizer,
-            scheme=f"W{bits}A16",
-            bits=bits,
-            group_size=group,
-            sym=False,
-            dataset=[{"input_ids": window, "attention_mask": torch.ones_like(window)} for window in windows],
-            iters=options.iterations,
-            seqlen=CONTEXT,
-            nsamples=len(windows),
-            batch_size=options.batch,
-            amp=False,
-            enable_torch_compile=False,
-            device_map="cpu",
-        )
-        rounded, _ = tuning.quantize()
-        state = {name: each.detach().float() for name, each in rounded.state_dict().items()}
-        layers = {name: state[name] for name in subject.sites if ".layers." in name}
-        made = with_hqq(subject, bits, group, EMBEDDING, layers)
-        nbits = sum(each.numel() for each in layers.values()) * (bits + (16 + bits) / group)
-        facts = {"windows": len(windows), "iterations": options.iterations, "batch": options.batch}
-        return Made(made.nbits + nbits, made.weights, facts)
+        return AutoRound(model, lm.tokenizer, **common, **named)
 
-    for bits, group in TUNED:
-        yield f"auto-round, {bits} bits in groups of {group}, embedding by hqq", partial(tuned, bits, group)
+    @lru_cache(maxsize=1)
+    def tuned(bits: int, group: int) -> tuple[float, Mapping[str, Tensor]]:
+        return rounded(scheme=f"W{bits}A16", bits=bits, group_size=group, sym=False, dataset=batches)
+
+    def rounded(**named: Any) -> tuple[float, Mapping[str, Tensor]]:
+        tuning = rounder(**named)
+        state = {name: each.detach().float() for name, each in tuning.quantize()[0].state_dict().items()}
+        layers = {name: state[name] for name in subject.sites if ".layers." in name}
+        nbits = 0.0
+        for name, weight in layers.items():
+            scheme = tuning.layer_config[name.removesuffix(".weight")]
+            zeros = 0 if scheme["sym"] else scheme["bits"]
+            nbits += weight.numel() * (scheme["bits"] + (16 + zeros) / scheme["group_size"])
+        return nbits, layers
+
+    def chosen(bits: float) -> tuple[float, Mapping[str, Tensor]]:
+        """AutoScheme reads a data set by name; it gets the windows that all rivals get."""
+        from auto_round import AutoScheme
+        from auto_round.auto_scheme import delta_loss  # type: ignore[import-not-found]
+        from auto_round.schemes import preset_name_to_scheme  # type: ignore[import-not-found]
+
+        delta_loss.get_dataloader = lambda *_args, **_named: batches[: options.scored]
+        widths = [preset_name_to_scheme(f"W{width}A16G64") for width in AUTO_WIDTHS]
+        asymmetric = [replace(width, sym=width.bits == 8) for width in widths]  # it has no asymmetric 8 bits
+        scored = {"nsamples": options.scored, "seqlen": CONTEXT, "batch_size": 1, "low_gpu_mem_usage": False}
+        choosing = rounder(scheme=AutoScheme(avg_bits=bits, options=asymmetric, **scored), dataset="the given text")
+        choosing.post_init()
+        layers = choosing.layer_config
+        return rounded(scheme="W4A16", group_size=64, sym=False, layer_config=layers, dataset=batches)
+
+    def with_embedding(
+        make: Callable[[], tuple[float, Mapping[str, Tensor]]], embedding: tuple[int, int] | None
+    ) -> Made:
+        nbits, layers = make()
+        others = with_embedding_of(subject, layers, embedding)
+        facts = {"windows": options.samples, "iterations": options.iterations, "batch": options.batch}
+        return Made(others.nbits + nbits, others.weights, facts)
+
+    steps = f"{options.iterations} steps of {options.batch}" if options.iterations else "no steps"
+    for bits, group in (map(int, scheme.split(":")) for scheme in options.schemes):
+        for embedding in TUNED[bits]:
+            label = f"auto-round, {bits} bits in groups of {group}, {steps}, {named_embedding(embedding)}"
+            yield label, partial(with_embedding, partial(tuned, bits, group), embedding)
+    for average in options.average:
+        label = f"auto-round's AutoScheme, layers in {average:g} bits, {steps}, {named_embedding(EMBEDDING)}"
+        yield label, partial(with_embedding, partial(chosen, average), EMBEDDING)
 
 
 def modelopt(options: argparse.Namespace, subject: SearchSubject, lm: CausalLM, text: str) -> Iterator[Rival]:
@@ -366,7 +408,8 @@ def modelopt(options: argparse.Namespace, subject: SearchSubject, lm: CausalLM, 
                 with torch.no_grad():  # scales of AWQ's inputs, too
                     layers[name] = layer(torch.eye(layer.in_features)).T.contiguous()
                 quantizer = layer.weight_quantizer
-                width = 16 if not quantizer.is_enabled else 8 if quantizer.num_bits == 8 else 4 + 16 / 128
+                of_row = 8 + 16 / layer.in_features
+                width = 16 if not quantizer.is_enabled else of_row if quantizer.num_bits == 8 else 4 + 16 / 128
                 nbits += layers[name].numel() * width
         made = with_hqq(subject, *EMBEDDING, EMBEDDING, layers)
         return Made(made.nbits + nbits, made.weights, {"windows": len(windows)})
@@ -420,6 +463,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--iterations", type=int, default=50, help="of auto-round, for each block")
     parser.add_argument("--batch", type=int, default=2, help="windows of auto-round's steps")
     parser.add_argument("--samples", type=int, default=32, help="windows that auto-round and modelopt calibrate with")
+    parser.add_argument("--schemes", nargs="*", default=["2:64", "3:64", "4:64"], help="auto-round's bits and groups")
+    parser.add_argument("--average", nargs="*", type=float, default=[], help="bits of auto-round's AutoScheme")
+    parser.add_argument("--scored", type=int, default=8, help="windows by which AutoScheme chooses")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--result", type=Path)
     options = parser.parse_args()
