@@ -29,9 +29,9 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final, NoReturn, cast
@@ -57,7 +57,7 @@ from bitplan.formats.elements import ITEM_BYTES
 from bitplan.formats.format import Format
 from bitplan.formats.registry import list_formats
 from bitplan.plan.plan import PADDINGS, PARTS, Choice, Part, Plan, Planned, part_dtype
-from bitplan.plan.structure.families import guess_role
+from bitplan.plan.structure.families import GGUF_MANIFESTS, guess_role
 
 # ---- name patterns ---------------------------------------------------------------------------------------------------
 
@@ -712,6 +712,19 @@ def shipped_text(name: str) -> bytes:
     if name not in SHIPPED:
         raise ManifestError(f"no manifest {name!r}; there are {', '.join(SHIPPED)}{did_you_mean(name, SHIPPED)}")
     return _resource(name)
+
+
+@cache
+def _aliases_of_gguf() -> tuple[Aliases, ...]:
+    return tuple(shipped_manifest(family).aliases for family in GGUF_MANIFESTS)
+
+
+def name_in_model(name: str, parameter_names: Container[str]) -> str | None:
+    """The model's name of a tensor, which may have a GGUF file's; None for one that the model lacks."""
+    if name in parameter_names:
+        return name
+    translated = (aliases.to_ours(name) for aliases in _aliases_of_gguf())
+    return next((ours for ours in translated if ours in parameter_names), None)
 
 
 def open_manifest(name_or_path: str | Path) -> Manifest:

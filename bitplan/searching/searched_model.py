@@ -45,11 +45,11 @@ from bitplan.packed.language.own_text import write_own_text
 from bitplan.packed.language.perplexity import spread_windows
 from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
 from bitplan.plan.format_choices import choose_formats
-from bitplan.plan.manifest import shipped_manifest
+from bitplan.plan.manifest import name_in_model
 from bitplan.plan.names import natural_order, split_layer
 from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe, is_product
-from bitplan.plan.structure.families import GGUF_MANIFESTS, joined_name
+from bitplan.plan.structure.families import joined_name
 from bitplan.plan.structure.model_view import ModelView
 from bitplan.plan.structure.parameters import named_parameters_of
 from bitplan.searching.blocks import BlockRunner, Replaced
@@ -478,12 +478,7 @@ def _of_file(model: nn.Module, path: Path) -> tuple[dict[str, TensorSpec], dict[
     parameter_names = {named.name for named in named_parameters_of(model)}
     with open_tensors(path) as file:
         tensors = dict(file.specs)
-    names = {name: name for name in tensors if name in parameter_names}
-    if others := [name for name in tensors if name not in parameter_names]:
-        families = [shipped_manifest(family).aliases for family in GGUF_MANIFESTS]
-        called = {name: [aliases.to_ours(name) for aliases in families] for name in others}
-        names |= {name: ours for name in others for ours in called[name][::-1] if ours in parameter_names}
-    return tensors, {name: names[name] for name in tensors if name in names}
+    return tensors, {name: ours for name in tensors if (ours := name_in_model(name, parameter_names)) is not None}
 
 
 def _split(

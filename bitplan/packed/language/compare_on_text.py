@@ -40,9 +40,8 @@ from bitplan.packed.rounded_kv import round_kv
 from bitplan.plan import Choice, Manifest, Plan, PlanError, Planned, choose_formats
 from bitplan.plan.format_choices import Wanted
 from bitplan.plan.kv_formats import KVFormats
-from bitplan.plan.manifest import shipped_manifest
+from bitplan.plan.manifest import name_in_model
 from bitplan.plan.names import listed
-from bitplan.plan.structure.families import GGUF_MANIFESTS
 from bitplan.plan.structure.parameters import NamedParameter, named_parameters_of
 
 CACHED_LOGITS_BYTES = 2**29  # of the reference at most: last states, and logits where they are not made late
@@ -409,11 +408,7 @@ def plan_for_model(
         formats = choose_formats(tensors, formats, keep=keep, pad=pad, where=where)
     formats.require_whole(where, rounds_inputs=True)
     names = {named.name for named in parameters}
-    families = [shipped_manifest(name).aliases for name in GGUF_MANIFESTS]
-    entries: dict[str, Planned] = {}
-    for name, entry in formats.entries.items():
-        ours = [name, *(aliases.to_ours(name) for aliases in families)]
-        entries[next((own_name for own_name in ours if own_name in names), name)] = entry
+    entries = {name_in_model(name, names) or name: entry for name, entry in formats.entries.items()}
     by_parameter = {id(named.parameter): entries[named.name] for named in parameters if named.name in entries}
     missing = list(dict.fromkeys(named.name for named in parameters if id(named.parameter) not in by_parameter))
     if missing:

@@ -167,26 +167,26 @@ def scale_of_rows(table: nn.Module) -> float | None:
 
 def is_norm(module: nn.Module) -> bool:
     """Whether a module is a norm: one of torch's, or one whose own run was seen to be one, with a weight of its own."""
-    if module not in _norms_seen:
-        _norms_seen[module] = _see_norm(module)
-    return _norms_seen[module]
+    from torch import nn
+
+    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase):
+        return True
+    weights = [one for one in module._parameters.values() if one is not None]
+    if not weights or any(map(nn.parameter.is_lazy, weights)) or any(True for _ in module.children()):
+        return False
+    return weights[0].ndim == 1 and _seen_once(_norms_seen, module, _see_norm)
 
 
 def _see_norm(module: nn.Module) -> bool:
     import torch
-    from torch import nn
 
     from bitplan.plan.structure.graph import Graph
     from bitplan.plan.structure.recognise import Norms
     from bitplan.plan.structure.recorder import record
 
-    if isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm | nn.modules.batchnorm._NormBase):
-        return True
-    vectors = [one for one in module._parameters.values() if one is not None and not nn.parameter.is_lazy(one)]
-    if not vectors or vectors[0].ndim != 1 or any(True for _ in module.children()):
-        return False
+    vector = next(one for one in module._parameters.values() if one is not None)
     try:
-        recording = record(module, (torch.zeros(2, *vectors[0].shape, dtype=vectors[0].dtype),), {})
+        recording = record(module, (torch.zeros(2, *vector.shape, dtype=vector.dtype),), {})
     except Exception:  # whatever its forward raises: it takes no such input
         return False
     return any(norm.weight in module._parameters for norm in Norms(Graph(recording)).norms)
@@ -199,10 +199,10 @@ _ROUTING_STEPS |= {"index_add", "index_select", "int", "long", "mT", "new_zeros"
 _ROUTING_STEPS |= {"ones_like", "permute", "repeat_interleave", "reshape", "scatter_add", "setitem", "shape"}
 _ROUTING_STEPS |= {"size", "sort", "squeeze", "sum", "t", "to", "transpose", "type", "unbind", "unflatten"}
 _ROUTING_STEPS |= {"unsqueeze", "view", "where", "zeros", "zeros_like"}
-_norms_seen: weakref.WeakKeyDictionary[nn.Module, bool] = weakref.WeakKeyDictionary()
 _PLAIN = (int, float, bool, str, dict, set, OrderedDict)
 Use = TypeVar("Use")
 Seen = weakref.WeakKeyDictionary["nn.Module", tuple[Any, Use]]
+_norms_seen: Seen[bool] = weakref.WeakKeyDictionary()
 _experts_seen: Seen[ExpertsUse] = weakref.WeakKeyDictionary()
 _products_seen: Seen[LinearUse | None] = weakref.WeakKeyDictionary()
 

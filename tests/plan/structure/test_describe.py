@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from bitplan import describe
-from bitplan.plan.structure.describe import product_of
+from bitplan.plan.structure import describe as structure
+from bitplan.plan.structure.describe import is_norm, product_of
 from bitplan.plan.structure.model_view import ModelView
 from tests.plan.structure import handwritten_models as models
 
@@ -297,6 +298,24 @@ def test_the_product_that_a_module_alone_is() -> None:
     assert turned.is_columns
     assert product_of(Noisy(8, 8)) is None
     assert product_of(nn.Embedding(8, 8)) is None
+
+
+def test_norms_that_run_the_same_lines_are_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Norm(nn.Module):
+        def __init__(self, scales: bool = True) -> None:
+            super().__init__()
+            self.weight, self.scales = nn.Parameter(torch.ones(8)), scales
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) if self.scales else x
+            return normed * self.weight
+
+    seen: list[nn.Module] = []
+    see = structure._see_norm
+    monkeypatch.setattr(structure, "_see_norm", lambda module: (seen.append(module), see(module))[1])
+    norms = [Norm(), Norm(), Norm(scales=False), Norm(scales=False), nn.LayerNorm(8)]
+    assert [is_norm(norm) for norm in [*norms, *norms]] == [True, True, False, False, True] * 2
+    assert seen == [norms[0], norms[2]]
 
 
 @pytest.mark.parametrize("limit", [3, 2])

@@ -28,8 +28,9 @@ from bitplan.streaming.selective.run_controller import (
 from bitplan.streaming.training.adamw import AdamWSettings
 from tests.streaming.stream_samples import OPTIONS
 
-WIDTH, COUNT, STEPS = 64, 3, 40
-SETTINGS = RunSettings(total_steps=STEPS, final_share=0.3, timing_steps=2, settle_steps=1, noise_share=0.5, groups=2)
+WIDTH, COUNT, STEPS = 64, 3, 25
+# Seven ways of two steps each are timed, then rows go low until the final part begins.
+SETTINGS = RunSettings(total_steps=STEPS, final_share=0.3, timing_steps=1, settle_steps=1, noise_share=0.5, groups=2)
 
 
 class Block(nn.Module):
@@ -247,7 +248,7 @@ def test_a_resumed_run_goes_on_as_the_first(whole_run, tmp_path):
     clock, path = Clock(ALL_WIN), tmp_path / "run.jsonl"
     with Run() as run:
         control = RunController(run.stream, SETTINGS, probe=run.probe, log=path, clock=clock)
-        at = 24
+        at = SETTINGS.final_from - 2
         begun = run.train(control, range(at), clock)
         saved_at(run, control, tmp_path)
         run.train(control, range(at, SETTINGS.final_from + 2), clock)  # lost: nothing of it was saved but the log
@@ -283,42 +284,44 @@ def load_into(run: Run, control: RunController, folder: Path) -> None:
 )
 def test_a_run_resumed_while_it_times_its_options_repeats_its_losses(tmp_path, at, is_known):
     clock, slower = Clock(ALL_WIN), Clock(dict.fromkeys(ALL_WIN, -0.3))
-    path = tmp_path / "run.jsonl"
-    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path, clock=clock) as control:
+    path, settings = tmp_path / "run.jsonl", replace(SETTINGS, total_steps=40, timing_steps=2)
+    until = 7 * 3 + 3  # rows are low from the step on at which the last way has its time
+    with Run() as run, RunController(run.stream, settings, probe=run.probe, log=path, clock=clock) as control:
         run.train(control, range(at), clock)
         saved_at(run, control, tmp_path)
         clock.now += 60.0  # saving took its time
-        losses = run.train(control, range(at, STEPS), clock)
+        losses = run.train(control, range(at, until), clock)
         times = control.times
+        assert any(one["reason"].startswith("goes low") for one in control.state.reasons.values())
     script = read_run_log(path)
     timing = json.loads((tmp_path / "control.json").read_text())["state"]["timing"]
     assert (timing["ms"] is not None) == is_known
-    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path, clock=slower) as control:
+    with Run() as run, RunController(run.stream, settings, probe=run.probe, log=path, clock=slower) as control:
         load_into(run, control, tmp_path)
-        assert run.train(control, range(at, STEPS), slower) == losses
+        assert run.train(control, range(at, until), slower) == losses
         assert control.times == times
     assert read_run_log(path).changes == script.changes
-    anew, same, some = tmp_path / "anew.jsonl", Clock(ALL_WIN), 24 - at
-    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=anew, clock=same) as control:
+    anew, same = tmp_path / "anew.jsonl", Clock(ALL_WIN)
+    with Run() as run, RunController(run.stream, settings, probe=run.probe, log=anew, clock=same) as control:
         load_into(run, control, tmp_path)  # without its log it repeats them where it times the same
         assert read_plan(anew) == control.plan
-        assert run.train(control, range(at, at + some), same) == losses[:some]
+        assert run.train(control, range(at, until), same) == losses
         assert read_plan(anew) == control.plan
-    with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, clock=slower) as control:
-        load_into(run, control, tmp_path)  # and not where it times other things
-        assert run.train(control, range(at, at + some), slower) != losses[:some]
+    with Run() as run, RunController(run.stream, settings, probe=run.probe, clock=slower) as control:
+        load_into(run, control, tmp_path)  # and not where it times other things, from the third way on
+        assert run.train(control, range(at, 12), slower) != losses[: 12 - at]
 
 
 def test_a_log_that_lost_lines_lets_a_run_go_on(tmp_path, caplog):
     path = tmp_path / "run.jsonl"
     with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path) as control:
-        run.train(control, range(6))
+        run.train(control, range(3))
         control.save(tmp_path / "control.json")
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join(lines[:2] + lines[3:]))
     with Run() as run, RunController(run.stream, SETTINGS, probe=run.probe, log=path) as control:
         control.load(tmp_path / "control.json")
-        run.train(control, range(6, 7))
+        run.train(control, range(3, 4))
     assert "is timed anew" in caplog.text
     with Run("adapters", fp8=False) as run, RunController(run.stream, SETTINGS, probe=run.probe) as control:
         document = json.loads((tmp_path / "control.json").read_text())

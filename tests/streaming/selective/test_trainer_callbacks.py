@@ -44,7 +44,7 @@ class Task(nn.Module):
 
     def __init__(self, train="adapters", seed=0):
         super().__init__()
-        self.stack = make_stack(adapters=train == "adapters", seed=seed)
+        self.stack = make_stack(adapters=train == "adapters", seed=seed, count=4)
         if train == "adapters":
             for layer in self.stack.layers:
                 nn.init.normal_(layer.up.up.weight, std=0.02)
