@@ -282,8 +282,8 @@ class Quantization(Closing):
                 output=output,
                 packed_shapes=self._packed_shapes,
             )
-            if is_model:
-                plan = self._runnable(plan)
+            if described is not None:
+                plan = self._runnable(plan, described)
             self.report.notes += _packed_before(file, plan)
             plan = give_inputs(plan, inputs, str(source))
             refuse_inputs_of_experts(plan, str(source))
@@ -413,18 +413,20 @@ class Quantization(Closing):
 
     # ---- the plan of a folder that runs ------------------------------------------------------------------------------
 
-    def _runnable(self, plan: Plan) -> Plan:
+    def _runnable(self, plan: Plan, described: FolderModel) -> Plan:
         """The plan with tensors unpacked that no packed layer holds, and experts in formats that layers hold."""
         file, changed = self._file, dict(plan.entries)
         packed = [name for name in file.specs if is_packed_by(plan, name)]
-        if unpacked := without_packed_layer(packed, read_config(file.folder)):
+        unpackable = dict.fromkeys(without_packed_layer(packed, read_config(file.folder)), "")
+        unpackable |= {name: f" ({reason})" for name, reason in described.unpackable(set(packed)).items()}
+        if unpacked := [name for name in packed if name in unpackable]:
             stored = plan_of_stored(file, unpacked)
             for name in unpacked:
                 entry = replace(stored.entries[name], role=changed[name].role)
-                changed[name] = _with_reason(entry, "no packed layer holds it, so it stays")
+                changed[name] = _with_reason(entry, f"no packed layer holds it{unpackable[name]}, so it stays")
             self.report.notes.append(
-                f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (experts of other gating, "
-                "nn.MultiheadAttention, weights that a model's code reads itself): "
+                f"{len(unpacked)} tensors stay as they are, for no packed layer holds them (convolutions, experts of "
+                "other gating, nn.MultiheadAttention, weights that a model's code reads itself): "
                 f"{listed(unpacked, MOST_NAMES_SHOWN)}; a .safetensors OUTPUT holds them packed"
             )
         unstackable = {

@@ -11,7 +11,7 @@ All that does not fit is one error: tensors that are missing, unknown, or of ano
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -28,6 +28,7 @@ from bitplan.formats import get_format
 from bitplan.plan.names import natural_order
 from bitplan.plan.structure.describe import multiplies_transposed
 from bitplan.plan.structure.model_view import transposed_shape
+from bitplan.plan.structure.packable import weights_read_outside, why_not_packed_in
 
 MOST_SHOWN = 8
 
@@ -164,6 +165,20 @@ class FolderModel:
             for recipe in self._fit[0].recipes
             if recipe.is_one and len(recipe.pieces[0].shape) == 2 and _lies_transposed(self.model, recipe.targets[0])
         ]
+
+    def unpackable(self, names: Collection[str]) -> dict[str, str]:
+        """Which of these tensors of the file no packed layer of the model can hold, and why; where that is known."""
+        if self.model is None or not names:
+            return {}
+        assignment, readers = self._fit[0], weights_read_outside(self.model)
+        pieces = {target: recipe.pieces for recipe in assignment.recipes for target in recipe.targets}
+        pieces |= {target: pieces[source] for target, source in assignment.ties.items() if source in pieces}
+        reasons: dict[str, str] = {}
+        for target, of_target in pieces.items():
+            wanted = [piece.name for piece in of_target if piece.name in names]
+            if wanted and (reason := why_not_packed_in(self.model, target) or readers.get(target)):
+                reasons |= dict.fromkeys(wanted, reason)
+        return reasons
 
     def require_whole(self, otherwise: str = "") -> None:
         """Refuse a file that lacks tensors of the model, where that is known.

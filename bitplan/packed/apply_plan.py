@@ -23,6 +23,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -41,11 +42,9 @@ from bitplan.packed.layer_replacement import (
     are_columns,
     format_fault,
     lacking,
-    packed_kind,
     packed_layer,
     packed_shape,
     replaced_layer,
-    why_not_packed,
     with_output_rows,
 )
 from bitplan.packed.packed_weight import PackedWeight
@@ -61,6 +60,7 @@ from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.describe import is_norm
 from bitplan.plan.structure.model_view import TensorSpec
+from bitplan.plan.structure.packable import packed_kind, weights_read_outside, why_not_packed
 from bitplan.plan.structure.parameters import NamedParameter, named_parameters_of
 
 # ---- dtype checks ----------------------------------------------------------------------------------------------------
@@ -267,6 +267,7 @@ class _Tensors:
     """The tensors of a model by name: parameters, packed weights, and buffers that are saved."""
 
     def __init__(self, model: nn.Module) -> None:
+        self._model = model
         self.parameters = {named.name: named for named in named_parameters_of(model)}
         self.parents = {id(child): parent for parent in model.modules() for child in parent.children()}
         modules = list(model.named_modules(remove_duplicate=False))
@@ -284,6 +285,11 @@ class _Tensors:
 
     def __iter__(self) -> Iterator[str]:
         yield from (*self.parameters, *self.packed, *self.buffers)
+
+    @cached_property
+    def read_outside(self) -> dict[str, str]:
+        """Sentences on weights that the model's code reads itself, by their names."""
+        return weights_read_outside(self._model)
 
     def stored(self) -> dict[str, TensorSpec]:
         """A record of every tensor, as `choose_formats` takes them."""
@@ -484,6 +490,7 @@ def _decide_pack(
     sharing = [named for named in tensors.parameters.values() if named.parameter is parameter]
     for named in sharing:
         reason = why_not_packed(named.module, named.local, tensors.parents.get(id(named.module)))
+        reason = reason or tensors.read_outside.get(named.name)
         if reason is not None:
             tied = "" if named.name == name else f"tied to {named.name}, which is "
             next_step = "; untie them, or plan a float format for it" if tied else "; plan a float format for it"

@@ -1,4 +1,4 @@
-"""Which layers can hold packed weights, and the packed layer that takes a layer's place.
+"""The packed layer that takes a layer's place; `plan.structure.packable` says which layers can be packed.
 
 | layer | becomes |
 |---|---|
@@ -9,8 +9,7 @@
 | those of gpt-oss's gating, [experts, inputs, outputs]: packed as [experts, outputs, inputs] | StackedExperts |
 
 Blocks of a packed weight lie along the inputs of its product, so a weight that lies transposed is turned when it is
-packed. Layers whose weight other code reads cannot be packed: other subclasses of Linear and Embedding, attention's
-out_proj, TransformerEncoderLayer.
+packed.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ from bitplan.packed.quant_embedding import QuantEmbedding
 from bitplan.packed.quant_experts import QuantExperts
 from bitplan.packed.quant_linear import QuantLinear
 from bitplan.packed.tile_cache import TileCache
-from bitplan.plan.structure.describe import experts_of, is_product_alone, multiplies_transposed, scale_of_rows
-from bitplan.plan.structure.model_view import ExpertsUse, transposed_shape
+from bitplan.plan.structure.describe import experts_of, multiplies_transposed, scale_of_rows
+from bitplan.plan.structure.model_view import transposed_shape
+from bitplan.plan.structure.packable import packed_kind
 from bitplan.plan.structure.parameters import NamedParameter
-
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class StackedExperts(QuantExperts):
@@ -54,59 +52,6 @@ class StackedExperts(QuantExperts):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return super().forward(hidden_states, top_k_index, top_k_weights)
-
-
-def packed_kind(module: nn.Module, local: str) -> str | None:
-    """The packed layer that holds this parameter of this layer; None where there is none."""
-    if isinstance(module, nn.Embedding):
-        return "QuantEmbedding" if local == "weight" and _is_table(module) else None
-    if local == "weight" and is_product_alone(module):
-        return "QuantLinear"
-    experts = experts_of(module)
-    is_known = experts is not None and local in experts.weights and _why_not_experts(experts) is None
-    return "StackedExperts" if is_known else None
-
-
-def _is_table(module: nn.Embedding) -> bool:
-    """Whether an embedding looks rows up, and at most multiplies them by one factor."""
-    if module.max_norm is not None:
-        return False
-    return type(module) is nn.Embedding or scale_of_rows(module) is not None
-
-
-def why_not_packed(module: nn.Module, local: str, parent: nn.Module | None) -> str | None:
-    """Why a parameter is not the weight of a layer that can be replaced."""
-    if packed_kind(module, local) is None:
-        parameter = f"the {local} of {article(type(module).__name__)}"
-        could_be = isinstance(module, nn.Linear | nn.Embedding) and local == "weight"
-        experts = experts_of(module)
-        if experts is not None and module.get_parameter(local).ndim == 3:
-            return f"{parameter}: {_why_not_experts(experts)}"
-        base = "Linear" if isinstance(module, nn.Linear) else "Embedding"
-        return f"{parameter}, whose forward is not {base}'s own" if could_be else parameter
-    if parent is None:
-        return "the model itself, which has no parent to replace it in (wrap it in nn.Sequential)"
-    if isinstance(parent, nn.TransformerEncoderLayer):
-        return "read by a TransformerEncoderLayer directly"
-    if "forward" in module.__dict__ or any(getattr(module, hooks, None) for hooks in _HOOKS):
-        name = type(module).__name__
-        return f"the {local} of {article(name)} with hooks, which would be lost (remove them first)"
-    return None
-
-
-def _why_not_experts(experts: ExpertsUse) -> str | None:
-    """Why experts are not what QuantExperts computes: gpt-oss's gating, or silu(gate) * up with gate's rows first."""
-    if experts.fault:
-        return experts.fault
-    if experts.activation == "gpt_oss" and experts.is_columns and experts.is_interleaved:
-        return None
-    if experts.is_columns and experts.is_interleaved:
-        return "its gating is not gpt-oss's own, with alpha 1.702 and limit 7"
-    if experts.is_columns or experts.is_interleaved:
-        return "it keeps its experts transposed or interleaved: rows are not outputs"
-    if experts.gate_up_bias is not None or experts.down_bias is not None:
-        return "its experts have biases"
-    return None if experts.activation == "silu" else f"it joins gate and up by {experts.activation}, not by silu"
 
 
 def are_columns(module: nn.Module, local: str) -> bool:
@@ -160,6 +105,8 @@ def packed_layer(
     dtype   type of an embedding's output
     """
     layer: nn.Module
+    for local, weight in weights.items():
+        weight.name = weight.name or f"{name}.{local}"
     if isinstance(module, nn.Embedding):
         scale = None if type(module) is nn.Embedding else scale_of_rows(module)
         layer = QuantEmbedding(weights["weight"], dtype=dtype, padding_idx=module.padding_idx, scale=scale, name=name)
@@ -201,7 +148,3 @@ def replaced_layer(layer: nn.Module) -> nn.Module | None:
     """A copy, without numbers, of the layer whose place a packed one took; None where it was packed by itself."""
     replaced = layer.__dict__.get("replaced")
     return None if replaced is None else _without_numbers(replaced)
-
-
-def article(name: str) -> str:
-    return f"{'an' if name[:1] in 'AEIOU' else 'a'} {name}"

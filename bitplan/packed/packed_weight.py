@@ -51,10 +51,11 @@ class _ReadAsNumbersError(StoreError, AttributeError):
 
     def __init__(self, called: str, weight: PackedWeight | None) -> None:
         shown = "a packed weight" if weight is None else f"a weight of shape {weight.shape} in {weight.fmt.name}"
+        named = "" if weight is None or not weight.name else f"{weight.name}: "
         super().__init__(
-            f"{called} got {shown}: the model's code reads this weight itself, not through its layer, so it cannot be "
-            "packed; quantize the model again and leave it as it is",
-            settings={"keep": "NAME"},
+            f"{named}{called} got {shown}: the model's code reads this weight itself, not through its layer, so it "
+            "cannot be packed; quantize the model again and leave it as it is",
+            settings={"keep": weight.name if named and weight is not None else "NAME"},
         )
 
 
@@ -65,6 +66,7 @@ class PackedWeight(EncodedModule):
     """
 
     dtype = torch.uint8  # the type of the bytes, not of the numbers that they stand for
+    name = ""  # of the parameter whose place it took in a model, for errors
 
     def __init__(self, encoded: Encoded, *, transposed: bool = False) -> None:
         super().__init__()

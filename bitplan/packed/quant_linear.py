@@ -428,9 +428,11 @@ class QuantLinear(nn.Module):
                 f"{self.name}: the last axis of the input must have {self.in_features} features, got {tuple(x.shape)}"
             )
         if x.dtype not in INPUTS:
-            raise LayerError(
-                f"{self.name}: inputs are bfloat16, float16, float32 or float64, got {x.dtype}; cast first"
-            )
+            kinds = f"{self.name}: inputs are bfloat16, float16, float32 or float64, got {x.dtype}"
+            if x.dtype == PackedWeight.dtype and self.weight.name:  # as code gets that casts to its weight's type
+                text = f"{kinds}, the type of a packed weight's bytes: quantize the model again and leave it as it is"
+                raise LayerError(text, settings={"keep": self.weight.name})
+            raise LayerError(f"{kinds}; cast first")
         weight: Any = self._modules["weight"]
         device = weight._buffers["data"].device
         if x.device != device:

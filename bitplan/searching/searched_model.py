@@ -43,7 +43,7 @@ from bitplan.packed.checkpoints.causal_lm import (
 from bitplan.packed.checkpoints.load import device_of, empty_model, read_plain
 from bitplan.packed.language.own_text import write_own_text
 from bitplan.packed.language.perplexity import spread_windows
-from bitplan.packed.layer_replacement import are_columns, packed_kind, stack_of
+from bitplan.packed.layer_replacement import are_columns, stack_of
 from bitplan.plan.format_choices import choose_formats
 from bitplan.plan.manifest import name_in_model
 from bitplan.plan.names import natural_order, split_layer
@@ -51,6 +51,7 @@ from bitplan.plan.plan import Plan, Planned
 from bitplan.plan.structure.describe import describe, is_product
 from bitplan.plan.structure.families import joined_name
 from bitplan.plan.structure.model_view import ModelView
+from bitplan.plan.structure.packable import packed_kind
 from bitplan.plan.structure.parameters import named_parameters_of
 from bitplan.searching.blocks import BlockRunner, Replaced
 from bitplan.searching.evidence import StayingTensor

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import gc
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from bitplan.base.errors import StoreError
+import bitplan
+from bitplan.base.errors import BitplanError, StoreError
 from bitplan.packed.packed_weight import PackedWeight
 from tests.packed.linear_samples import FORMATS, packed
 
@@ -186,3 +188,14 @@ def test_code_that_multiplies_by_a_packed_weight_is_told_to_keep_it() -> None:
             compute()
     assert not hasattr(weight, "t")
     assert weight.data.dtype == torch.int8
+
+
+def test_the_error_of_a_weight_that_is_read_directly_can_be_pasted() -> None:
+    """Of layers in a model, where no run shows it: what reads them is outside of the model."""
+    model = torch.nn.ModuleDict({"head": torch.nn.Linear(64, 64)})
+    bitplan.apply_plan(model, {"head.weight": "int8_row"}, match="common")
+    head: Any = model["head"]
+    with pytest.raises(BitplanError, match=r"^head.weight: arithmetic got .*\(keep='head.weight'\)$"):
+        head.weight @ torch.ones(64, 1)
+    with pytest.raises(BitplanError, match=r"got torch.uint8, the type of a packed.*\(keep='head.weight'\)$"):
+        head(torch.ones(1, 64).to(head.weight.dtype))

@@ -59,7 +59,7 @@ from bitplan.formats.input_formats import Inputs
 from bitplan.packed.checkpoints.gpt_oss_tensors import GptOssTensors, ManifestLike, holds_gpt_oss
 from bitplan.packed.checkpoints.save import adapt_to_transformers, remember
 from bitplan.packed.fused_projections import fuse_what_is_seen
-from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer, why_not_packed
+from bitplan.packed.layer_replacement import format_fault, lacking, packed_layer
 from bitplan.packed.packed_weight import PackedWeight, wait_in_host
 from bitplan.packed.product_strategy import INPUTS, check_strategy
 from bitplan.packed.rounded_inputs import set_inputs
@@ -68,6 +68,7 @@ from bitplan.packed.tile_cache import TileCache
 from bitplan.plan.names import listed
 from bitplan.plan.plan import Plan
 from bitplan.plan.structure.families import guess_role
+from bitplan.plan.structure.packable import why_not_packed_in
 
 CHECKS = ("headers", "deep")
 _CHECKED_AT_ONCE = 2**20  # scales: those of a large stack as float32 would be a seventh of a model more
@@ -390,9 +391,7 @@ def _check_layers(model: nn.Module, assignment: Assignment, file: TensorFile, wh
         if fmt is None:
             continue
         owner, _, local = target.rpartition(".")
-        module = model.get_submodule(owner)
-        parent = model.get_submodule(owner.rpartition(".")[0]) if owner else None
-        reason = format_fault(get_format(fmt)) or why_not_packed(module, local, parent)
+        reason = format_fault(get_format(fmt)) or why_not_packed_in(model, target)
         if reason is not None:
             faults.append(f"{target} ({fmt}): {reason}")
         packed.setdefault(owner, set()).add(local)

@@ -42,11 +42,11 @@ def describe(model: nn.Module, example: Any = None) -> ModelView:
     from bitplan.plan.structure.untouched import examples_for
 
     if example is not None:
-        return _view(model, _run(model, *arguments_of(example)))
+        return _view(model, run_once(model, *arguments_of(example)))
     faults = []
     for args, kwargs in examples_for(model):
         try:
-            return _view(model, _run(model, args, kwargs))
+            return _view(model, run_once(model, args, kwargs))
         except PlanError as error:
             faults.append(error)
     if faults and isinstance(faults[0].__cause__, NumbersNeededError):  # the likeliest example: no other would do
@@ -340,7 +340,8 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     return (tuple(example), {}) if isinstance(example, tuple | list) else ((example,), {})
 
 
-def _run(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+def run_once(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Recording:
+    """Record a model's forward with these arguments; where it cannot go, `PlanError` says why."""
     from bitplan.plan.structure.recorder import NumbersNeededError, record
 
     try:

@@ -271,8 +271,9 @@ def _from_config(model: nn.Module, config: Any) -> Iterator[Example]:
             yield (), keywords | ({"use_cache": False} if "use_cache" in taken else {})
             yield (), keywords
     if main == "pixel_values":
+        points = {"input_points": torch.zeros(1, 1, 2, 2)} if "input_points" in taken else {}
         for pixels in _pixels(config):
-            yield (), {"pixel_values": pixels}
+            yield from (((), {"pixel_values": pixels, **given}) for given in ((points, {}) if points else ({},)))
     if main == "input_features":
         bins = _setting(config, "num_mel_bins", "input_dim", "feature_size") or 80
         frames = 2 * (_setting(config, "max_source_positions") or 32)
