@@ -8,11 +8,12 @@ text. For each plan the model is then packed, loaded in a process of its own as 
 `batch` prompts of the whole context, and makes four tokens: its highest resident memory is held against the prediction.
 Timings are not taken.
 
-    python benchmarks/fit.py lm26m gemma2 mixtral --peaks --tokenizer lm26m [--context 1024] [--batch 2] [--output FILE]
+    python benchmarks/fit.py lm26m gemma2 qwen3 mixtral --peaks --tokenizer lm26m [--context 1024] [--batch 2]
 
-Predicted and measured memory alone, of folders and of models that are drawn here (`gemma2` with windows, `mixtral` with
-experts), each within four limits, from little more than its smallest plan takes to its largest. No text is needed: what
-a format harms is its bits times a sensitivity that is drawn for each tensor.
+Predicted and measured memory alone, of folders and of models that are drawn here (`gemma2` with windows, `qwen3`
+with norms of queries and keys, `mixtral` with experts), each within four limits, from little more than its smallest
+plan takes to its largest. No text is needed: what a format harms is its bits times a sensitivity that is drawn for each
+tensor.
 """
 
 from __future__ import annotations
@@ -54,6 +55,16 @@ DRAWN: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma2",
         {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 8, "num_attention_heads": 8}
         | {"head_dim": 64, "sliding_window": 256},
+    ),
+    "qwen3": (
+        "Qwen3",
+        {
+            "hidden_size": 512,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 8,
+            "num_attention_heads": 8,
+            "head_dim": 64,
+        },
     ),
     "mixtral": (
         "Mixtral",

@@ -26,6 +26,11 @@ _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
 _WEIGHT_FILES = (".safetensors", INDEX_SUFFIX)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder has a file of those that transformers reads tokenizers from."""
+    return any((folder / name).is_file() for name in _TOKENIZERS)
+
+
 def is_gguf(path: str | Path) -> bool:
     """Whether a file of this name belongs to the container of GGUF's formats, which holds config and tokenizer."""
     container = container_for(path)
@@ -169,7 +174,7 @@ def check_model_source(source: Path, config: Path | None) -> Path:
         raise MeasureError(f"{where} no config.json, {hint}", settings={"config": None} if lone else {})
     if not lone and not any(source.glob("*.safetensors")) and not any(source.glob(f"*{INDEX_SUFFIX}")):
         raise MeasureError(f"{source}: no .safetensors file; other weight files (pickles) are not opened")
-    if not any((folder / name).is_file() for name in _TOKENIZERS):
+    if not has_tokenizer(folder):
         alone = source.is_file() and config is None
         hint = ", or give the folder of that model" if alone else ""
         raise MeasureError(

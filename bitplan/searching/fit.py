@@ -489,7 +489,7 @@ class _Fitter:
 
     def find(self) -> FitResult:
         goal, searcher = self.goal, self.searcher
-        reserve = Reserve(self.subject.model, goal, self.folder, writes=True)
+        reserve = Reserve(self.subject.model, goal, self.folder, writes=True, source=self.subject.path)
         probe = reserve.at(goal.context)
         shapes, _ = watch_kv(self.subject, searcher.text.checks[0][None, :8])
         in_kv = min(shapes.nbytes(fmt, goal.engine, goal) for fmt in goal.engine.formats)

@@ -4,9 +4,9 @@ The probe is the model's own architecture with few layers, a small vocabulary an
 passes between layers, masks and decoded keys and values do not depend on the number of layers, and logits are counted.
 On a CPU a small model has more of its layers, for what the allocator keeps free between blocks grows with them.
 Its cache is filled with numbers up to the context; then the last piece of a prompt and one token are read, as
-`generate` reads them, on a CPU a few pieces on the way, too. The highest resident memory of that process (on a GPU, of
-torch's allocator), less the weights and the cache that it held, is the answer, with 2% more: what is asked for is a
-limit.
+`generate` reads them, on a CPU a few pieces on the way, too, and beside the model's tokenizer. The highest resident
+memory of that process (on a GPU, of torch's allocator), less the weights and the cache that it held, is the answer,
+with 2% more: what is asked for is a limit.
 """
 
 from __future__ import annotations
@@ -119,11 +119,18 @@ class MemoryProbe:
 
 
 def probe_memory(
-    model: nn.Module | str | Path, context: int, batch: int, device: str = "cpu", *, timed: bool = False
+    model: nn.Module | str | Path,
+    context: int,
+    batch: int,
+    device: str = "cpu",
+    *,
+    timed: bool = False,
+    source: Path | None = None,
 ) -> MemoryProbe:
     """Measure in a child process; `model` gives its config, or is the folder or GGUF file that has it.
 
-    timed   how long a token takes, too, and bytes of weights in either memory
+    timed    how long a token takes, too, and bytes of weights in either memory
+    source   the folder or GGUF file of the model, whose tokenizer a running process holds
     """
     config = config_of(model)
     check_positions(config, context)
@@ -134,6 +141,7 @@ def probe_memory(
         "batch": batch,
         "device": device,
         "timed": timed,
+        "source": None if source is None else str(source),
     }
     # The child imports the command line, as `bitplan generate` does.
     code = "import bitplan.cli.app; from bitplan.searching.memory_probe import run_probe; run_probe()"
@@ -208,6 +216,7 @@ class Reserve:
     goal: FitLike
     folder: Path | None = None
     writes: bool = False
+    source: Path | None = None  # of a module: the folder or GGUF file that it came from
 
     def at(self, context: int) -> MemoryProbe:
         """Measure, or find, the memory beside weights at a context, with the goal's texts and device."""
@@ -221,7 +230,9 @@ class Reserve:
         timed = goal.ram is not None
         probe = next((one for one in probes_before if one.is_of(context, goal.batch, goal.device, timed=timed)), None)
         if probe is None:
-            more = {"timed": True} if timed else {}
+            more: dict[str, Any] = {"timed": True} if timed else {}
+            source = self.source if isinstance(self.model, nn.Module) else Path(self.model)
+            more |= {} if source is None else {"source": source}
             probe = probe_memory(self.model, context, goal.batch, goal.device, **more)
             if self.folder is not None and self.writes:
                 self.folder.mkdir(parents=True, exist_ok=True)
@@ -265,17 +276,28 @@ def run_probe() -> None:
     """Run the child process of `probe_memory`: read a request from standard input, print what was measured."""
     request = json.load(sys.stdin)
     words = ("config", "model_type", "context", "batch", "device")
+    held = _tokenizer(request["source"])
     answer: dict[str, Any] = _measure(*(request[word] for word in words))
+    del held
     if request["timed"]:
         answer["times"] = _measure_times(*(request[word] for word in words)).to_dict()
     print(json.dumps(answer))
+
+
+def _tokenizer(source: str | None) -> Any:
+    """What a running process holds of a tokenizer, where the model has one."""
+    from bitplan.files.headers import has_tokenizer, is_gguf
+    from bitplan.packed.language.generation import tokenizer_of
+
+    path = None if source is None else Path(source)
+    return tokenizer_of(path) if path is not None and (is_gguf(path) or has_tokenizer(path)) else None
 
 
 def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, device: str) -> dict[str, Any]:
     import torch
 
     from bitplan.packed.language.generation import weight_bytes
-    from bitplan.packed.language.token_steps import PIECE_TOKENS
+    from bitplan.packed.language.token_steps import piece_tokens
 
     torch_device = torch.device(device)
     vocabulary = int(config.get("vocab_size") or VOCABULARY)
@@ -283,7 +305,7 @@ def _measure(config: dict[str, Any], model_type: str, context: int, batch: int, 
     model = _small_model(config, model_type, torch_device, layers, "int8_row")
     with torch.inference_mode():
         model(input_ids=torch.zeros(1, 4, dtype=torch.int64, device=torch_device), use_cache=False)  # compiled loops
-        piece = min(PIECE_TOKENS, max(1, context - 1))
+        piece = min(piece_tokens(batch, on_cpu=torch_device.type == "cpu"), max(1, context - 1))
         pieces = _pieces_read(max(1, context - 1), piece, MOST_PIECES if torch_device.type == "cpu" else 1)
         cache = _filled(model, batch, pieces[0][0], torch_device)
         _forget_peak(torch_device)

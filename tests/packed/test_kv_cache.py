@@ -159,8 +159,13 @@ def test_tokens_can_be_dropped_chosen_and_repeated(llama: Any) -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_a_long_prompt_is_read_in_pieces_with_the_same_result(llama: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bitplan.packed.language.token_steps.PIECE_TOKENS", 7)
+@pytest.mark.parametrize(("least", "pieces"), [(5, [7, 7, 7, 3]), (9, [9, 9, 6])])
+def test_a_long_prompt_is_read_in_pieces_with_the_same_result(
+    llama: Any, monkeypatch: pytest.MonkeyPatch, least: int, pieces: list[int]
+) -> None:
+    """So many tokens of all texts together, and no fewer of each than is said."""
+    monkeypatch.setattr("bitplan.packed.language.token_steps.PIECE_TOKENS", 7 * len(IDS))
+    monkeypatch.setattr("bitplan.packed.language.token_steps.LEAST_PIECE", least)
     lengths: list[int] = []
     handle = llama.register_forward_pre_hook(
         lambda _model, _args, kwargs: lengths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
@@ -173,7 +178,7 @@ def test_a_long_prompt_is_read_in_pieces_with_the_same_result(llama: Any, monkey
     finally:
         round_kv(llama, None)
         handle.remove()
-    assert lengths == [7, 7, 7, 3, 24]
+    assert lengths == [*pieces, 24]
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def tokens(windows=20):
     return list(torch.randint(96, (windows, 32), generator=torch.Generator().manual_seed(1)))
 
 
-def fake_probe(_model, context, batch, device="cpu"):
+def fake_probe(_model, context, batch, device="cpu", **_options):
     return MemoryProbe(context, batch, device, RESERVED + context * batch)
 
 
@@ -320,6 +321,18 @@ def test_the_probe_counts_what_is_neither_weights_nor_cache():
     more_logits = _measure(config | {"vocab_size": 10**8}, "llama", 64, 1, "cpu")
     assert 10**7 < small["nbytes"] < 10**10
     assert more_logits["nbytes"] - small["nbytes"] > 10**9 - 10**8
+
+
+def test_the_probe_is_told_where_the_model_came_from_for_its_tokenizer(monkeypatch, tmp_path):
+    told = []
+    monkeypatch.setattr(
+        memory_probe, "probe_memory", lambda *given, **more: told.append(more.get("source")) or fake_probe(*given)
+    )
+    goal = FitGoal(10**9, 64)
+    for reserve in (Reserve("folder", goal), Reserve(tiny_llama(), goal, source=tmp_path), Reserve(tiny_llama(), goal)):
+        assert reserve.at(64).nbytes == RESERVED + 64
+    assert told == [Path("folder"), tmp_path, None]
+    assert memory_probe._tokenizer(str(tmp_path)) is None
 
 
 def test_the_probe_has_all_layers_of_a_small_model_and_few_of_a_large_one():

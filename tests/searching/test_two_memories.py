@@ -204,7 +204,7 @@ def test_goals_that_contradict_each_other_are_refused():
         place_goal(placed, TIMES, FitGoal(NUMBERS, 64, ram=NUMBERS, ms=0.2), Goal(nbytes=NUMBERS))
 
 
-def fake_probe(_model, context, batch, device="cpu", *, timed=False):
+def fake_probe(_model, context, batch, device="cpu", *, timed=False, **_options):
     return MemoryProbe(context, batch, device, RESERVED + context * batch, TIMES if timed else None)
 
 

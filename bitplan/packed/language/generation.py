@@ -76,8 +76,7 @@ def load_for_running(
     if source.is_dir():
         model, tokenizer = _of_folder(source, target, float_type), None
     elif config is None and is_gguf(source) and is_folder_like(source):
-        with open_tensors(source) as file:
-            tokenizer = read_gguf_tokenizer(source, file.metadata)
+        tokenizer = tokenizer_of(source)
         model = load_packed(source, device=target, dtype=float_type).model
     else:
         lm = load_causal_lm(source, config=config)
@@ -92,11 +91,19 @@ def load_for_running(
     if kv is not None:
         round_kv(model, kept_in)
     with silence_transformers():
-        lm = CausalLM(model.eval(), tokenizer or read_tokenizer(source), str(path))
+        lm = CausalLM(model.eval(), tokenizer or tokenizer_of(source), str(path))
         require_causal(lm, lambda ids: lm(ids.to(lm.device)))
     if target.type == "cpu":
         give_back_memory()  # else the process's peak would depend on what loading has left
     return lm
+
+
+def tokenizer_of(source: Path) -> Any:
+    """The tokenizer of a folder or a GGUF file."""
+    if not is_gguf(source):
+        return read_tokenizer(source)
+    with open_tensors(source) as file:
+        return read_gguf_tokenizer(source, file.metadata)
 
 
 def _of_folder(source: Path, device: torch.device, dtype: torch.dtype | None) -> nn.Module:

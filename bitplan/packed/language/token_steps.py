@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 TOLERANCE = 1e-4  # of the largest input of a product
 ROOM = 256  # tokens by which memory for keys and values grows
 PIECE_TOKENS = 512  # of a prompt, read at once: what passes between layers and the mask of a whole one may be large
+LEAST_PIECE = 64  # tokens of each text: a layer's keys and values are decoded anew for each piece
 # Kinds of rotary positions whose angles do not depend on the length of the text.
 FIXED_ANGLES = ("default", "linear", "llama3", "yarn")
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -297,6 +298,11 @@ class TokenSteps:
         return None
 
 
+def piece_tokens(texts: int, on_cpu: bool) -> int:
+    """How many tokens of each text are read at once; on a CPU, where more rows are no quicker, so many of all texts."""
+    return max(LEAST_PIECE, PIECE_TOKENS // texts) if on_cpu else PIECE_TOKENS
+
+
 class Decoding:
     """A text in the making: gives the logits after each token, by the model, and soon by quicker steps where it can.
 
@@ -335,7 +341,8 @@ class Decoding:
 
     def __call__(self, ids: Tensor) -> Tensor:
         """Logits [batch, vocabulary] after these tokens [batch, length]; many are read a piece at a time."""
-        pieces = ids.split(PIECE_TOKENS, dim=1) if ids.shape[1] > PIECE_TOKENS and self._reads_pieces() else (ids,)
+        piece = piece_tokens(len(ids), on_cpu=ids.device.type == "cpu")
+        pieces = ids.split(piece, dim=1) if ids.shape[1] > piece and self._reads_pieces() else (ids,)
         return [self._read(piece) for piece in pieces][-1]
 
     @property

@@ -36,7 +36,7 @@ def folder(tmp_path_factory):
     return folder
 
 
-def fake_probe(_model, context, batch, device):
+def fake_probe(_model, context, batch, device, **_options):
     return MemoryProbe(context, batch, device, 24 * 10**9 - LEFT)
 
 
@@ -194,8 +194,12 @@ def test_kinds_of_text_are_measured_each_conversations_by_the_chat_template(fold
         path.write_text(before)
 
 
+def test_the_probe_of_a_folder_holds_its_tokenizer():
+    assert memory_probe._tokenizer("llama")("abandon hope")["input_ids"]
+
+
 def test_a_fit_that_is_interrupted_says_what_is_there_and_how_it_goes_on(shown, tmp_path, monkeypatch, capsys):
-    def interrupted(*_given):
+    def interrupted(*_given, **_options):
         raise KeyboardInterrupt
 
     assert shown
