@@ -17,6 +17,7 @@ from torch import Tensor, nn
 pytest.importorskip("numba")
 
 import bitplan
+from bitplan.base.errors import StoreError
 from bitplan.packed.fused_projections import fuse_projections
 from bitplan.packed.quick_blocks import QuickBlock, quicken_blocks, why_own_forward
 
@@ -315,6 +316,9 @@ def test_a_loaded_folder_generates_the_tokens_of_its_own_forward(tmp_path: Path)
     with torch.no_grad():
         for length in range(len(IDS), made.shape[1]):
             assert loaded(made[:, :length]).logits[0, -1].argmax() == made[0, length]
+    assert torch.equal(copy.deepcopy(loaded).generate(ids, do_sample=False, **options), made)
+    with pytest.raises(StoreError, match="a packed LlamaForCausalLM is not unpacked in place"):
+        loaded.dequantize()
     loaded.save_pretrained(tmp_path / "again")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again", dtype=torch.float32)
     assert torch.equal(again.generate(ids, do_sample=False, **options), made)

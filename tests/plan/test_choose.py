@@ -116,6 +116,8 @@ def test_tensors_in_place_of_shapes_are_refused():
         choose_formats({"w": 1.5}, "int8_row")
     with pytest.raises(TypeError, match="must map names to shapes, got a list"):
         choose_formats(["w"], "int8_row")
+    with pytest.raises(ArgumentError, match="model: 'w' maps to a dict, and a mapping's values are formats or None"):
+        choose_formats({"w": (4, 32)}, {"w": {"format": "int8_row"}}, where="model")
 
 
 # ---- a mapping, a manifest, a plan -----------------------------------------------------------------------------------

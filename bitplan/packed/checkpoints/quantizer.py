@@ -117,6 +117,12 @@ class BitplanQuantizer(HfQuantizer):  # type: ignore[misc]
         """Adapters train over packed layers; the packed weights are constants."""
         return True
 
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
+        raise StoreError(
+            f"dequantize: a packed {type(model).__name__} is not unpacked in place; "
+            "bitplan.files.export_model(folder, output, 'hf', 'float32') writes a plain folder for from_pretrained"
+        )
+
     def update_device_map(self, device_map: Any) -> Any:
         if isinstance(
             device_map, str
