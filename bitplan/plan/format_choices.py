@@ -198,10 +198,11 @@ def _by_patterns(
         raise ArgumentError(
             f"formats must be a format, a mapping, a Manifest or a Plan, got a {type(formats).__name__}"
         )
+    begin = f"{where}: " if where else ""
     for pattern, fmt in formats.items():
         if not isinstance(fmt, Format | str | None):
             raise ArgumentError(
-                f"{where}{': ' * bool(where)}{pattern!r} maps to a {type(fmt).__name__}, and a mapping's values are formats or None; a "
+                f"{begin}{pattern!r} maps to a {type(fmt).__name__}, and a mapping's values are formats or None; a "
                 "manifest's rules (bitplan.plan.Manifest) say more, such as formats of inputs"
             )
     chosen = {pattern: None if fmt is None else get_format(fmt).name for pattern, fmt in formats.items()}
