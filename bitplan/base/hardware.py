@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 LIBRARIES = ("gguf", "numba", "numpy", "safetensors", "tokenizers", "torch", "transformers", "triton")
 _MEMORY = Path("/proc/meminfo")
+_SIZES = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 # ---- the host --------------------------------------------------------------------------------------------------------
 
@@ -58,6 +59,14 @@ def free_memory() -> int:
     """Bytes of memory that programs can have; where the system does not say, 4 GiB."""
     available = re.search(r"MemAvailable:\s+(\d+) kB", _MEMORY.read_text()) if _MEMORY.is_file() else None
     return 4 * 2**30 if available is None else 1024 * int(available[1])
+
+
+def read_size(text: str) -> int | None:
+    """The bytes of 6GB, 900 MB, 1.5GiB or a plain number; None if the text is no size."""
+    match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None or match[2].upper() not in _SIZES:
+        return None
+    return int(float(match[1]) * _SIZES[match[2].upper()])
 
 
 def give_back_memory() -> None:

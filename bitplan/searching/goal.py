@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from bitplan.base.errors import BitplanError, FileFormatError
+from bitplan.base.hardware import read_size
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,6 @@ def aims_of(kinds: Kinds, names: Iterable[str]) -> list[dict[str, float]]:
 
 
 WINDOWS = 32  # of text for a search's statistics, where nobody says how many
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 COUNTED = 1000  # weights in one step of progress
 Advance = Callable[[int, str], None]
 # What shows progress: called with what is done and how many steps it has, gives what to call for each.
@@ -190,11 +190,11 @@ class Goal:
 
 def parse_bytes(text: str, setting: str = "nbytes") -> int:
     """6GB, 900 MB, 1.5GiB or a plain number of bytes; errors say what it is of."""
-    match = re.fullmatch(r"\s*([0-9]{1,40}(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if match is None or match[2].upper() not in _UNITS:
+    size = read_size(text)
+    if size is None:
         text = text[:40]
         raise GoalError(f"expected a size such as 6GB, 900MB or 1.5GiB, got {text!r}", settings={setting: None})
-    return int(float(match[1]) * _UNITS[match[2].upper()])
+    return size
 
 
 def parse_tokens(text: str) -> int:

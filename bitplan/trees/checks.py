@@ -219,6 +219,16 @@ def number(name: str, value: Any, least: float, most: float = math.inf, *, above
     return float(value)
 
 
+def byte_count(name: str, value: Any) -> int:
+    """A number of bytes, or a size such as "2GB"."""
+    from bitplan.base.hardware import read_size
+
+    size = read_size(value) if isinstance(value, str) else value
+    if size is None or isinstance(size, bool) or not isinstance(size, numbers.Integral) or size <= 0:
+        raise TreesError(f"{name}: expected a number of bytes, or a size such as '2GB' or '500MiB', got {value!r:.40}")
+    return int(size)
+
+
 def truth(name: str, value: Any) -> bool:
     """A setting that is True, False, 1 or 0, numpy's among them, as a bool; others are refused."""
     if not isinstance(value, (bool, np.bool_, numbers.Integral)) or value not in (0, 1):

@@ -222,6 +222,7 @@ class FitOptions:
     init_score: Any = None
     eval_init_score: Any = None
     seconds: Any = None
+    memory: Any = None
 
 
 # Arguments of `fit` and of predictions elsewhere, and what there is here.

@@ -85,6 +85,7 @@ class _FitToTargets(BoostedTreesBase):
         init_score: Any = None,
         eval_init_score: Any = None,
         seconds: float | None = None,
+        memory: int | str | None = None,
     ) -> Self:
         """Fit; with `early_stopping_rounds`, `eval_set` ((X, y), or the last of a list) is watched, or else a share of
         the rows. `init_model` is a model to train further, ours or LightGBM's.
@@ -94,10 +95,10 @@ class _FitToTargets(BoostedTreesBase):
 
         `seconds` is a time for the whole fit: settings that have their defaults are searched in part of it, by the loss
         on `eval_set` or on rows held out, and the best are in `search_["settings"]`: a plain fit with these gives the
-        same trees.
+        same trees. `memory` (bytes, or "2GB") limits what the search and the fit take beside the table.
         """
         options = FitOptions(
-            eval_sample_weight, eval_metric, callbacks, init_model, init_score, eval_init_score, seconds
+            eval_sample_weight, eval_metric, callbacks, init_model, init_score, eval_init_score, seconds, memory
         )
         return self._fit(X, y, sample_weight, eval_set, ALONE, options)
 

@@ -20,15 +20,15 @@ from functools import cached_property
 import numpy as np
 
 from bitplan.base.loops.jit import on_threads, thread_count
-from bitplan.trees.binning import BinnedRows, Bins
+from bitplan.trees.binning import SAMPLE_ROWS, BinnedRows, Bins
 from bitplan.trees.distributed.histogram_exchange import HistogramSum
 from bitplan.trees.distributed.shards import ALONE, Shards
 from bitplan.trees.gradients import Array, GradientPrecision, Gradients
-from bitplan.trees.histogram import Histogram, HistogramBuilder, enter
+from bitplan.trees.histogram import NARROW_ROWS, WIDE, Histogram, HistogramBuilder, enter
 from bitplan.trees.loops import nodes as queue
 from bitplan.trees.loops import rows as trees_rows
 from bitplan.trees.loops import split as kernels
-from bitplan.trees.loops.histogram import BINS
+from bitplan.trees.loops.histogram import BINS, GROUP, PANEL, words_a_row
 from bitplan.trees.thread_workspace import Growth, TeamSpace, team_size, tree_ns
 from bitplan.trees.tree import FAR, Tree
 
@@ -36,7 +36,31 @@ THREADS_FROM_ROWS = 2**13  # below, starting threads takes longer than they save
 NO_SUMS = np.zeros(3, np.int64)
 NODES_A_STEP = 8  # that several processes expand together
 ALONE_NS = 1e6  # of work: quicker trees grow one after the other
+SLACK = 1.1  # memory is counted with so much more, for what is small
 MOST_SPACE = 2**30  # bytes, beside the table, of trees that grow at the same time
+
+
+def bytes_to_grow(
+    rows: int, columns: int, row_bytes: int, outputs: int, leaves: int, precise: bool, threads: int
+) -> int:
+    """The most memory that a fit takes beside its table and its trees: to find bins, and then to grow trees.
+
+    columns    of bins
+    row_bytes  of the table
+    """
+    panels, rest = divmod(columns, PANEL)
+    bins = rows * (columns + 8 * (panels * words_a_row(PANEL) + (words_a_row(rest) if rest else 0)))
+    sample = min(rows, SAMPLE_ROWS)
+    to_find_bins = sample * (row_bytes * (rows > sample) + 40 * threads) + 32 * rows
+    cells, most = -(-columns // GROUP) * GROUP * BINS, max(min(leaves, rows), 1)
+    narrow, wide = 2 if precise else 1, rows // NARROW_ROWS + 4 + threads
+    pool = 8 * cells * (narrow * (2 * most + 3 + 2 * threads) + WIDE * wide)
+    tables = most * (4 * (BINS + 200) + 200)
+    one = 16 * rows + pool + tables
+    space = 16 * rows + 2 * most * columns * BINS * 16  # as `TreeGrower.at_once` has it
+    at_once = max(min(outputs, threads, MOST_SPACE // space), 1)
+    growers = at_once + outputs % at_once  # those of the last few outputs have their own space
+    return int(SLACK * (max(to_find_bins, bins + growers * one + rows * (32 * outputs + 48)) + 2**20))
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
 
 from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, TreesError, budget
+from bitplan.trees.boost import Rows
+from bitplan.trees.estimator_base import FitOptions
+from bitplan.trees.objectives import SquaredError
 from tests.trees.samples import table
 
 
@@ -122,6 +127,92 @@ def test_a_drawn_seed_is_in_the_record(clock, random_state):
 )
 def test_the_learning_rate_is_that_for_whose_rounds_there_is_time(wanted, affordable, rate, expected):
     assert budget.rate_and_rounds(wanted, affordable, rate) == expected
+
+
+def test_the_defaults_are_kept_where_time_is_short(clock):
+    x, y = table(1200)
+    clock(step=0.001)
+    short = BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=0.2).search_
+    defaults = BoostedTreesRegressor().get_params()
+    free = [name for name in budget.CHOICES if name != "max_leaves"]
+    assert {name: short["settings"][name] for name in free} == {name: defaults[name] for name in free}
+    assert short["settings"]["learning_rate"] * short["settings"]["n_estimators"] == pytest.approx(10, rel=0.05)
+
+
+@pytest.mark.parametrize(("noise", "time_given", "kept"), [(3.0, 100.0, False), (0.0, 100.0, True), (3.0, 0.3, True)])
+def test_better_settings_are_compared_with_the_defaults_on_other_rows(clock, noise, time_given, kept):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((300, 2))
+    y = x[:, 0] + noise * rng.standard_normal(300)  # 100 rounds learn the noise
+    now = clock(step=0.001)
+    model = BoostedTreesRegressor(n_jobs=1).set_params(n_estimators=1).fit(x, y).set_params(n_estimators=100)
+    search = budget.Search(model, Rows(x, y), SquaredError(), [], FitOptions(seconds=time_given), time_given)
+    defaults = {name: values[0] for name, values in budget.CHOICES.items()} | {"gradient_precision": "i16"}
+    usual = budget.SettingsTrial(defaults, 210, 0, 100, 1.0, 0.1, 0.0, 0.001, False)
+    best = dataclasses.replace(usual, rounds=20, loss=0.5)
+    chosen, reason = search._compared(usual, best, now() + time_given)
+    assert (chosen is usual) == kept
+    if time_given == 0.3:  # for fewer splits than are needed
+        assert "too few rows were held out to find better settings in this time" in reason
+    else:
+        assert "rows held out 5 times more" in reason
+        assert {trial.split for trial in search.trials} == {1, 2, 3, 4, 5}
+        assert kept or chosen.rounds < 20
+
+
+@pytest.mark.parametrize(
+    ("rows", "features", "given"),
+    [
+        (300, 5, {"max_leaves": 255, "gradient_precision": "f32"}),
+        (20_000, 28, {"gradient_precision": "i16", "n_jobs": 2}),
+        (20_000, 3, {"max_leaves": 4, "gradient_precision": "f32", "n_jobs": 2}),
+        (3000, 40, {"max_leaves": 127, "gradient_precision": "i16"}),
+    ],
+)
+@pytest.mark.parametrize("classes", [2, 4])
+def test_no_fit_takes_more_memory_than_is_counted(rows, features, given, classes):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((rows, features))
+    y = np.digitize(x[:, 0], np.linspace(-1, 1, classes + 1)[1:-1])
+    settings = BoostedTreesClassifier(n_jobs=1, n_estimators=2).set_params(**given)
+    settings.fit(x, y)  # loads code
+    tracemalloc.start()
+    try:
+        settings.fit(x, y)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    outputs, threads = 1 if classes == 2 else classes, settings.n_jobs
+    room = budget.Room(np.inf, features, 8 * features + 16, 0, outputs, threads)
+    counted = room.fit_bytes(settings.get_params(), rows, rounds=2)
+    assert 0.3 * counted < peak < counted
+
+
+def test_memory_limits_trees_and_the_rows_of_the_search(clock):
+    x, y = table(4000, features=6)
+    clock(step=0.005)
+    free = BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=1).search_
+    assert free["memory"] is None
+    clock(step=0.005)
+    model = BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=1, memory="2.75 MB")
+    found = model.search_
+    assert found["memory"] == 2_750_000 >= found["memory_needed"]
+    assert found["trials"][0]["rows"] < free["trials"][0]["rows"] == 2800  # fewer rows are copied
+    assert max(trial["settings"]["max_leaves"] for trial in found["trials"]) < 127
+    assert BoostedTreesRegressor(**found["settings"]).fit(x, y).to_lightgbm() == model.to_lightgbm()
+
+
+def test_memory_that_is_none_or_too_little_is_refused():
+    x, y = table(2000)
+    with pytest.raises(TreesError, match=r"memory: 2000 rows in 5 columns of bins need (\d+) bytes") as refused:
+        BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=1, memory="100kB")
+    least = int(str(refused.value).rsplit("memory=", 1)[1].split()[0])
+    assert BoostedTreesRegressor(n_jobs=1).fit(x, y, seconds=0.2, memory=least).search_["memory_needed"] <= least
+    for wrong in ("much", 0, -1, 1.5, True, "2 apples"):
+        with pytest.raises(TreesError, match="memory: expected a number of bytes, or a size such as '2GB'"):
+            BoostedTreesRegressor().fit(x, y, seconds=1, memory=wrong)
+    with pytest.raises(TreesError, match="memory: it limits a search; give seconds, too"):
+        BoostedTreesRegressor().fit(x, y, memory="2GB")
 
 
 def test_what_cannot_be_searched_is_refused():
