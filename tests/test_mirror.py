@@ -59,7 +59,6 @@ NEIGHBOURS = {
     "bitplan.streaming.weight_loader": "streaming/test_weights.py",
     "bitplan.trees.cuda.grower": "trees/cuda/test_cuda.py",
     "bitplan.trees.dask.on_worker": "trees/dask/test_dask.py",
-    "bitplan.trees.estimator_base": "trees/test_estimators.py",
     "bitplan.trees.fitted": "trees/test_model_file.py",
     "bitplan.trees.loops.compiling": "trees/loops/test_nodes.py",
     "bitplan.trees.loops.grow_tree": "trees/test_grow.py",
