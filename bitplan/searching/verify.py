@@ -80,7 +80,7 @@ def verify_model(
         return Verification([Finding("bytes", target.name, f"cannot be read: {error}")])
     if certificate is None:
         if source is None:
-            doubts = ["it has no certificate: another program wrote it, or an earlier bitplan"]
+            doubts = ["it has no certificate: `save_packed` and other programs write none, or it was removed"]
             return Verification(held=doubts, has_weights=not target.is_dir() or search_folder(target) is None)
         raise SearchError(f"{path}: has no certificate to hold against {source}; `bitplan quantize` writes one")
     holder = target / EVIDENCE_FILE if target.is_dir() else parts[0]

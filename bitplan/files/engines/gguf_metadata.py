@@ -96,9 +96,7 @@ class ModelConfig:
         for key in keys:
             value = self.get(key)
             if value is not None:
-                if type(value) is not int or not 0 < value < 2**31:
-                    raise StoreError(f"{self.path}: {key} must be a whole number above zero, got {show(value)}")
-                return value
+                return _count(value, f"{self.path}: {key}")
         raise StoreError(f"{self.path}: no {' or '.join(keys)}, which llama.cpp needs; copy the original's config.json")
 
     @property
@@ -153,6 +151,12 @@ class ModelConfig:
         if value <= 0:
             raise StoreError(f"{self.path}: {key} of its rotary positions must be above zero, got {value}")
         return value
+
+
+def _count(value: Any, where: str) -> int:
+    if type(value) is not int or not 0 < value < 2**31:
+        raise StoreError(f"{where} must be a whole number from 1 to {2**31 - 1}, got {show(value)}")
+    return value
 
 
 def real_number(values: Mapping[str, Any], key: str, path: Path, default: float | None = None) -> float:
@@ -367,12 +371,8 @@ class _MetadataReader:
     def number(self, key: str, default: int | None = None) -> int:
         value = self.get(key, default)
         if isinstance(value, Sequence) and not isinstance(value, str) and len({*value}) == 1:
-            value = int(value[0])  # one for each layer, all the same
-        if type(value) is not int or value <= 0:
-            raise StoreError(
-                f"{self.path}: {self.architecture}.{key} must be a whole number above zero, got {show(value)}"
-            )
-        return value
+            value = value[0]  # one for each layer, all the same
+        return _count(value, f"{self.path}: {self.architecture}.{key}")
 
     def real(self, key: str, default: float | None = None) -> float:
         """A float32 as the decimal of seven digits that it was made of: 0.1, not 0.10000000149."""
@@ -470,7 +470,10 @@ def _llama_3(path: Path, file: TensorFile, config: dict[str, Any]) -> dict[str, 
 
 
 def _rotations(source: _MetadataReader) -> dict[str, Any]:
-    rotations: dict[str, Any] = {"rope_theta": source.real("rope.freq_base", 10_000.0), "rope_type": "default"}
+    base = source.real("rope.freq_base", 10_000.0)
+    if base <= 0:
+        raise StoreError(f"{source.path}: {source.architecture}.rope.freq_base must be above zero, got {base}")
+    rotations: dict[str, Any] = {"rope_theta": base, "rope_type": "default"}
     factor = source.real("rope.scaling.factor", source.real("rope.scale_linear", 0.0)) or 1.0  # an older name of it
     kind = source.get("rope.scaling.type", "none" if factor == 1 else "linear")
     unusual = [key for key, usual in ONLY_GGUF.items() if source.real(key, usual) != usual]

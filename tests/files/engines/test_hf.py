@@ -154,6 +154,14 @@ def test_yarn_comes_back_with_its_betas_and_what_no_config_says_is_refused(tmp_p
         ("qwen2", "rope.dimension_count", 8, "qwen2.rope.dimension_count is 8"),
         ("llama", "attention.causal", False, "llama.attention.causal is false"),
         ("llama", "attention.layer_norm_rms_epsilon", None, "layer_norm_rms_epsilon must be a number, got null"),
+        ("llama", "rope.freq_base", 0.0, "llama.rope.freq_base must be above zero, got 0.0"),
+        ("llama", "context_length", -5, "context_length must be a whole number from 1 to 2147483647, got -5"),
+        (
+            "llama",
+            "attention.head_count",
+            ["a", "a"],
+            'head_count must be a whole number from 1 to 2147483647, got "a"',
+        ),
         ("gemma3", "rope.freq_base_swa", 5000.0, "gemma3.rope.freq_base_swa is 5000.0"),
         ("gemma3", "final_logit_softcapping", 30.0, "gemma3.final_logit_softcapping is 30.0"),
     ],
@@ -191,7 +199,7 @@ def gguf_with(tmp_path, kind, key, value):
         del fields[name]
     if value is not None:
         kinds = [gguf.GGUFValueType.get_type(value)]
-        kinds += [gguf.GGUFValueType.UINT32] if isinstance(value, list) else []
+        kinds += [gguf.GGUFValueType.get_type(value[0])] if isinstance(value, list) else []
         fields[f"{architecture}.{key}"] = value, kinds
     for name, (said, kinds) in fields.items():
         writer.add_key_value(name, said, kinds[0], kinds[-1] if kinds[0] == gguf.GGUFValueType.ARRAY else None)
