@@ -180,8 +180,10 @@ def collect_evidence(
     parts = _unchecked_parts(evidence, formats_of)
     if parts:
         bits = near_bits or USUAL_BITS
-        asked = replace(evidence, groups={name: _only(evidence.groups[name], formats_of[name]) for name in formats_of})
-        rival = nearest_uniform(asked, bits)  # which is measured as a whole later on: it is rounded once
+        asked = {name: _only(evidence.groups[name], formats_of[name]) for name in formats_of}
+        # What was checked before a stop has a factor by now, and must not change the format that is checked.
+        groups = {name: replace(group, factor=1.0) for name, group in asked.items()}
+        rival = nearest_uniform(replace(evidence, groups=groups), bits)  # measured as a whole later on: rounded once
         tried = {part: {name: rival.choice[name] for name in names} for part, names in parts.items()}
         meter.prepare(evidence, list(tried.values()), stage)
         with stage("checking", len(parts)) as advance:

@@ -270,6 +270,11 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
     calls = {"windows": 0, "checks": 0}
     stop_at = {"windows": 2, "checks": 3}
     real_add, real_measure = collect.add_windows, runner.PlanMeter.measure
+    real_nearest = collect.nearest_uniform
+
+    def nearest_uniform(evidence, bits):
+        assert {group.factor for group in evidence.groups.values()} == {1.0}  # as in a search that nobody stopped
+        return real_nearest(evidence, bits)
 
     def add_windows(*given):
         calls["windows"] += 1
@@ -284,6 +289,7 @@ def test_a_stopped_search_goes_on_where_it_was(tmp_path, monkeypatch):
                 raise KeyboardInterrupt
         return real_measure(self, evidence, choice, label, *given, **more)
 
+    monkeypatch.setattr(collect, "nearest_uniform", nearest_uniform)
     monkeypatch.setattr(collect, "add_windows", add_windows)
     monkeypatch.setattr(gathered, "AT_ONCE", 8 * 24)
     monkeypatch.setattr(runner.PlanMeter, "measure", measure)

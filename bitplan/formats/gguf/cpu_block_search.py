@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from llvmlite import ir  # type: ignore[import-untyped]
 from torch import Tensor
 
 from bitplan.base.loops.jit import compiled, inlined, merged, on_threads, thread_count
+from bitplan.base.loops.vectors import INT32, define, lanewise, load
 from bitplan.formats.gguf.layouts import BlockParts, Layout
 from bitplan.formats.gguf.search import FIT_STEPS, FLOAT16_MAX, REFINEMENTS, Sums, starts
 
@@ -94,89 +96,72 @@ def _limits(layout: Layout) -> tuple[Any, Any, Array]:
 
 
 # ---- compiled ------------------------------------------------------------------------------------------------------
-# Callers pass `size` as a literal, so that every loop has a known length.
+# The numbers and weights of a group, x and w, are vectors of 16 or 32 lanes, which stay in registers: of arrays LLVM
+# takes it that they may share memory.
+
+
+def _sum_by_halves(writer, value):
+    width = writer.vector.width
+    while width > 1:
+        width //= 2
+        parts = [writer.shuffle(value, value, range(first, first + width)) for first in (0, width)]
+        value = writer.builder.fadd(*parts)
+    return writer.builder.extract_element(value, ir.Constant(INT32, 0))
+
+
+def _chosen(sign):
+    """The first where it is above or below the second, lane by lane, else the second."""
+    return lanewise(lambda writer, a, b: writer.builder.select(writer.builder.fcmp_ordered(sign, a, b), a, b))
+
+
+_total = define(1, lambda vector: vector.lane, _sum_by_halves)
+_larger, _smaller = _chosen(">"), _chosen("<")
+_repeated = lanewise(lambda _writer, _like, number: number)
+_above = lanewise(  # `more` where a lane is above the middle, else what was there
+    lambda writer, lanes, middle, more, there: writer.builder.select(
+        writer.builder.fcmp_ordered(">", lanes, middle), more, there
+    ),
+    arity=4,
+)
 
 
 @inlined
-def _total(numbers_G, size):
-    """The sum of a buffer by halves, which overwrites it."""
-    if size == 32:
-        for i in range(16):
-            numbers_G[i] += numbers_G[i + 16]
-    for i in range(8):
-        numbers_G[i] += numbers_G[i + 8]
-    for i in range(4):
-        numbers_G[i] += numbers_G[i + 4]
-    return (numbers_G[0] + numbers_G[2]) + (numbers_G[1] + numbers_G[3])
-
-
-@inlined
-def _round(x_G, scale, low, first, last, table, v_G, size):
-    """Write the numbers of the nearest codes to v_G."""
+def _round(x, scale, low, first, last, table):
+    """The numbers of the nearest codes."""
     inverse = ZERO if abs(scale) < SMALLEST else ONE / scale
+    scaled = (x - low) * inverse
     if table.size == 0:
-        for i in range(size):
-            scaled = (x_G[i] - low) * inverse
-            scaled = scaled if scaled > first else first
-            scaled = scaled if scaled < last else last
-            v_G[i] = (scaled + NEAREST) - NEAREST
-        return
-    for i in range(size):
-        v_G[i] = table[0]
+        return (_smaller(_larger(scaled, first), last) + NEAREST) - NEAREST
+    numbers = _repeated(scaled, table[0])
     for step in range(table.size - 1):
-        middle, more = (table[step] + table[step + 1]) * F32(0.5), table[step + 1]
-        for i in range(size):
-            v_G[i] = more if (x_G[i] - low) * inverse > middle else v_G[i]
+        numbers = _above(scaled, (table[step] + table[step + 1]) * F32(0.5), table[step + 1], numbers)
+    return numbers
 
 
 @inlined
-def _error(x_G, w_G, scale, low, v_G, buffer_G, size):
-    for i in range(size):
-        difference = x_G[i] - (v_G[i] * scale + low)
-        buffer_G[i] = w_G[i] * (difference * difference)
-    return _total(buffer_G, size)
+def _error(x, w, scale, low, v):
+    difference = x - (v * scale + low)
+    return _total(w * (difference * difference))
 
 
 @inlined
-def _products(x_G, w_G, v_G, buffer_G, size):
-    """The sums of w v v, w v and w x v over a group."""
-    for i in range(size):
-        buffer_G[i] = w_G[i] * (v_G[i] * v_G[i])
-    vv = _total(buffer_G, size)
-    for i in range(size):
-        buffer_G[i] = w_G[i] * v_G[i]
-    v = _total(buffer_G, size)
-    for i in range(size):
-        buffer_G[i] = w_G[i] * (x_G[i] * v_G[i])
-    return vv, v, _total(buffer_G, size)
-
-
-@inlined
-def _fitted(x_G, w_G, v_G, weight, x_sum, scale, low, has_min, has_groups, buffer_G, size):
-    vv, v, xv = _products(x_G, w_G, v_G, buffer_G, size)
+def _fitted(x, w, v, weight, x_sum, scale, low, has_min, has_groups):
+    vv, v_sum, xv = _total(w * (v * v)), _total(w * v), _total(w * (x * v))
     alone = xv / vv if vv > ZERO else scale
     if not has_min:
         return alone, low
-    spread = weight * vv - v * v
+    spread = weight * vv - v_sum * v_sum
     if spread > ZERO:
-        scale = (weight * xv - x_sum * v) / spread
-        low = (x_sum - scale * v) / weight
+        scale = (weight * xv - x_sum * v_sum) / spread
+        low = (x_sum - scale * v_sum) / weight
     if has_groups and low > ZERO:
         return alone, ZERO
     return scale, low
 
 
 @inlined
-def _best_of_group(x_G, w_G, starting, first, last, table, has_min, has_groups, v_G, buffer_G, size):
-    bottom, top = x_G[0], x_G[0]
-    for i in range(size):
-        bottom, top = min(bottom, x_G[i]), max(top, x_G[i])
-    for i in range(size):
-        buffer_G[i] = w_G[i]
-    weight = _total(buffer_G, size)
-    for i in range(size):
-        buffer_G[i] = w_G[i] * x_G[i]
-    x_sum = _total(buffer_G, size)
+def _best_of_group(x, w, bottom, top, starting, first, last, table, has_min, has_groups):
+    weight, x_sum = _total(w), _total(w * x)
     if has_min and has_groups:
         bottom = min(bottom, ZERO)
     extreme = top - bottom if has_min else (top if top > -bottom else bottom)
@@ -187,10 +172,9 @@ def _best_of_group(x_G, w_G, starting, first, last, table, has_min, has_groups, 
             low = bottom + extreme * starting[step, 1] if has_min else ZERO
         else:
             scale, low = best, best_low
-        _round(x_G, scale, low, first, last, table, v_G, size)
-        scale, low = _fitted(x_G, w_G, v_G, weight, x_sum, scale, low, has_min, has_groups, buffer_G, size)
-        _round(x_G, scale, low, first, last, table, v_G, size)
-        error = _error(x_G, w_G, scale, low, v_G, buffer_G, size)
+        v = _round(x, scale, low, first, last, table)
+        scale, low = _fitted(x, w, v, weight, x_sum, scale, low, has_min, has_groups)
+        error = _error_of(x, w, scale, low, first, last, table)
         if step == 0 or error < least:
             best, best_low, least = scale, low, error
     return best, best_low
@@ -198,52 +182,48 @@ def _best_of_group(x_G, w_G, starting, first, last, table, has_min, has_groups, 
 
 @compiled
 def best_scales(x_NG, w_PG, starting, first, last, table, has_min, has_groups, start, stop, scale_N, low_N):
-    v_G, buffer_G = np.empty(32, np.float32), np.empty(32, np.float32)
     for group in range(start, stop):
         x_G, w_G = x_NG[group], w_PG[group % w_PG.shape[0]]
+        bottom, top = x_G[0], x_G[0]
+        for i in range(x_G.size):
+            bottom, top = min(bottom, x_G[i]), max(top, x_G[i])
         if x_NG.shape[1] == 32:
             scale_N[group], low_N[group] = _best_of_group(
-                x_G, w_G, starting, first, last, table, has_min, has_groups, v_G, buffer_G, 32
+                load(x_G, 0, 32), load(w_G, 0, 32), bottom, top, starting, first, last, table, has_min, has_groups
             )
         else:
             scale_N[group], low_N[group] = _best_of_group(
-                x_G, w_G, starting, first, last, table, has_min, has_groups, v_G, buffer_G, 16
+                load(x_G, 0, 16), load(w_G, 0, 16), bottom, top, starting, first, last, table, has_min, has_groups
             )
 
 
 @inlined
-def _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, size):
-    _round(x_G, scale, low, first, last, table, v_G, size)
-    error = _error(x_G, w_G, scale, low, v_G, buffer_G, size)
-    vv, v, xv = _products(x_G, w_G, v_G, buffer_G, size)
-    return error, vv, v, xv
+def _sums_of_group(x, w, scale, low, first, last, table):
+    v = _round(x, scale, low, first, last, table)
+    return _error(x, w, scale, low, v), _total(w * (v * v)), _total(w * v), _total(w * (x * v))
 
 
 @compiled
 def sums(x_NG, w_PG, scale_N, low_N, first, last, table, start, stop, out):
-    v_G, buffer_G = np.empty(32, np.float32), np.empty(32, np.float32)
     for group in range(start, stop):
         x_G, w_G = x_NG[group], w_PG[group % w_PG.shape[0]]
         scale, low = scale_N[group], low_N[group]
         if x_NG.shape[1] == 32:
-            group_sums = _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, 32)
+            group_sums = _sums_of_group(load(x_G, 0, 32), load(w_G, 0, 32), scale, low, first, last, table)
         else:
-            group_sums = _sums_of_group(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, 16)
+            group_sums = _sums_of_group(load(x_G, 0, 16), load(w_G, 0, 16), scale, low, first, last, table)
         out[0, group], out[1, group], out[2, group], out[3, group] = group_sums
 
 
 @compiled
 def errors(x_NG, w_PG, scale_N, low_N, first, last, table, start, stop, out):
-    v_G, buffer_G = np.empty(32, np.float32), np.empty(32, np.float32)
     for group in range(start, stop):
         x_G, w_G = x_NG[group], w_PG[group % w_PG.shape[0]]
         scale, low = scale_N[group], low_N[group]
         if x_NG.shape[1] == 32:
-            _round(x_G, scale, low, first, last, table, v_G, 32)
-            out[group] = _error(x_G, w_G, scale, low, v_G, buffer_G, 32)
+            out[group] = _error_of(load(x_G, 0, 32), load(w_G, 0, 32), scale, low, first, last, table)
         else:
-            _round(x_G, scale, low, first, last, table, v_G, 16)
-            out[group] = _error(x_G, w_G, scale, low, v_G, buffer_G, 16)
+            out[group] = _error_of(load(x_G, 0, 16), load(w_G, 0, 16), scale, low, first, last, table)
 
 
 @compiled
@@ -326,17 +306,16 @@ def _joined(pieces: Sequence[Array]) -> Tensor:
 
 
 # ---- compiled ------------------------------------------------------------------------------------------------------
-# Callers pass `size` as a literal here, too. Of arrays by group, _P, a block has 8 or 16.
+# Callers pass `size` as a literal. Of arrays by group, _P, a block has 8 or 16.
 
 
 @compiled
 def fit_floats(x_RPG, w_PG, first, last, table, has_min, scales_RP, lows_RP):
     """Blocks of one group: scales and low ends become float16 numbers, better ones where there are."""
-    v_G, buffer_G = np.empty(32, np.float32), np.empty(32, np.float32)
     for row in range(x_RPG.shape[0]):
         for group in range(x_RPG.shape[1]):
-            x_G, w_G = x_RPG[row, group], w_PG[group % w_PG.shape[0]]
-            weight, x_sum = _sum_of(w_G, w_G, buffer_G, False, 32), _sum_of(w_G, x_G, buffer_G, True, 32)
+            x, w = load(x_RPG[row, group], 0, 32), load(w_PG[group % w_PG.shape[0]], 0, 32)
+            weight, x_sum = _total(w), _total(w * x)
             scale, low = _half(scales_RP[row, group]), _half(lows_RP[row, group])
             new, new_low, error, vv, v, xv = scale, low, ZERO, ZERO, ZERO, ZERO
             for fit in range(1 + REFINEMENTS):
@@ -346,7 +325,7 @@ def fit_floats(x_RPG, w_PG, first, last, table, has_min, scales_RP, lows_RP):
                         spread = weight * vv - v * v
                         new = _half((weight * xv - x_sum * v) / spread if spread > ZERO else scale)
                         new_low = _half((x_sum - new * v) / weight)
-                group_sums = _sums_of_group(x_G, w_G, new, new_low, first, last, table, v_G, buffer_G, 32)
+                group_sums = _sums_of_group(x, w, new, new_low, first, last, table)
                 if fit == 0 or group_sums[0] < error:
                     scale, low = new, new_low
                     error, vv, v, xv = group_sums
@@ -356,7 +335,7 @@ def fit_floats(x_RPG, w_PG, first, last, table, has_min, scales_RP, lows_RP):
 @compiled
 def fit_blocks(x_RPG, w_PG, first, last, table, has_min, least, most, scales_RP, lows_RP, d_RB, dmin_RB):
     """Blocks of groups: d and dmin, and integers in place of the groups' scales and low ends."""
-    work = np.empty((8, 32), np.float32)
+    work = np.empty((7, 16), np.float32)
     count = x_RPG.shape[1] // d_RB.shape[1]
     for row in range(x_RPG.shape[0]):
         for block in range(d_RB.shape[1]):
@@ -379,29 +358,34 @@ def fit_blocks(x_RPG, w_PG, first, last, table, has_min, least, most, scales_RP,
 
 @inlined
 def _fit_block(x_PG, w_PG, at, first, last, table, has_min, least, most, scales_P, mins_P, work, count, size):
-    v_G, buffer_G, one_P, two_P, three_P, four_P = work[0], work[1], work[2], work[3], work[4], work[5]
-    weight_P, x_sum_P = work[6], work[7]
+    buffer_P, one_P, two_P, three_P, four_P, weight_P, x_sum_P = (
+        work[0],
+        work[1],
+        work[2],
+        work[3],
+        work[4],
+        work[5],
+        work[6],
+    )
     for part in range(count):
-        x_G, w_G, low = x_PG[part], w_PG[(at + part) % w_PG.shape[0]], mins_P[part]
+        x, w, low = load(x_PG[part], 0, size), load(w_PG[(at + part) % w_PG.shape[0]], 0, size), mins_P[part]
         one_P[part], two_P[part] = scales_P[part], -low
-        three_P[part] = _sums_of_group(x_G, w_G, scales_P[part], low, first, last, table, v_G, buffer_G, size)[1]
-        weight_P[part] = _sum_of(w_G, w_G, buffer_G, False, size)
-        x_sum_P[part] = _sum_of(w_G, x_G, buffer_G, True, size)
+        three_P[part] = _sums_of_group(x, w, scales_P[part], low, first, last, table)[1]
+        weight_P[part], x_sum_P[part] = _total(w), _total(w * x)
         mins_P[part] = ZERO
-    d, dmin = _integers(one_P, three_P, least, most, scales_P, four_P, buffer_G, count), ZERO
+    d, dmin = _integers(one_P, three_P, least, most, scales_P, four_P, buffer_P, count), ZERO
     if has_min:
-        dmin = _integers(two_P, weight_P, ZERO, most, mins_P, four_P, buffer_G, count)
+        dmin = _integers(two_P, weight_P, ZERO, most, mins_P, four_P, buffer_P, count)
     for refinement in range(REFINEMENTS + 1):
         for part in range(count):
-            x_G, w_G = x_PG[part], w_PG[(at + part) % w_PG.shape[0]]
-            _neighbours(
-                x_G, w_G, d, dmin, scales_P, mins_P, part, first, last, table, has_min, least, most, v_G, buffer_G, size
-            )
+            x, w = load(x_PG[part], 0, size), load(w_PG[(at + part) % w_PG.shape[0]], 0, size)
+            _neighbours(x, w, d, dmin, scales_P, mins_P, part, first, last, table, has_min, least, most)
         if refinement == REFINEMENTS:
             break
         for part in range(count):
-            x_G, w_G, scale, minimum = x_PG[part], w_PG[(at + part) % w_PG.shape[0]], scales_P[part], mins_P[part]
-            group_sums = _sums_of_group(x_G, w_G, d * scale, -(dmin * minimum), first, last, table, v_G, buffer_G, size)
+            x, w = load(x_PG[part], 0, size), load(w_PG[(at + part) % w_PG.shape[0]], 0, size)
+            scale, minimum = scales_P[part], mins_P[part]
+            group_sums = _sums_of_group(x, w, d * scale, -(dmin * minimum), first, last, table)
             one_P[part], two_P[part] = group_sums[0], group_sums[1] * (scale * scale)
             three_P[part], four_P[part] = group_sums[3] * scale, group_sums[2] * (scale * minimum)
         before, aa, ax, ab = (
@@ -421,18 +405,15 @@ def _fit_block(x_PG, w_PG, at, first, last, table, has_min, least, most, scales_
                 new, new_min = (ax * bb - bx * ab) / spread, (ax * ab - bx * aa) / spread
         new, new_min = _half(new), _half(new_min)
         for part in range(count):
-            x_G, w_G = x_PG[part], w_PG[(at + part) % w_PG.shape[0]]
-            scale, low = new * scales_P[part], -(new_min * mins_P[part])
-            one_P[part] = _error_of(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, size)
+            x, w = load(x_PG[part], 0, size), load(w_PG[(at + part) % w_PG.shape[0]], 0, size)
+            one_P[part] = _error_of(x, w, new * scales_P[part], -(new_min * mins_P[part]), first, last, table)
         if _halves(one_P, count) < before:
             d, dmin = new, new_min
     return d, dmin
 
 
 @merged
-def _neighbours(
-    x_G, w_G, d, dmin, scales_P, mins_P, part, first, last, table, has_min, least, most, v_G, buffer_G, size
-):
+def _neighbours(x, w, d, dmin, scales_P, mins_P, part, first, last, table, has_min, least, most):
     """The integers of a group or their neighbours, whichever give the least error."""
     scale, minimum = scales_P[part], mins_P[part]
     best, best_min, lowest = scale, minimum, ZERO
@@ -444,7 +425,7 @@ def _neighbours(
             up, up_min = (move // 3, move % 3) if has_min else (move, 1)
             tried = min(max(scale + F32(up - 1), least), most)
             tried_min = min(max(minimum + F32(up_min - 1), ZERO), most)
-        error = _error_of(x_G, w_G, d * tried, -(dmin * tried_min), first, last, table, v_G, buffer_G, size)
+        error = _error_of(x, w, d * tried, -(dmin * tried_min), first, last, table)
         if move < 0 or error < lowest:
             best, best_min, lowest = tried, tried_min, error
     scales_P[part], mins_P[part] = best, best_min
@@ -478,17 +459,8 @@ def _integers(numbers_P, weights_P, least, most, integers_P, tried_P, buffer_P, 
 
 
 @inlined
-def _error_of(x_G, w_G, scale, low, first, last, table, v_G, buffer_G, size):
-    _round(x_G, scale, low, first, last, table, v_G, size)
-    return _error(x_G, w_G, scale, low, v_G, buffer_G, size)
-
-
-@inlined
-def _sum_of(w_G, x_G, buffer_G, by_x, size):
-    """The sum of w, or of w x, over a group."""
-    for i in range(size):
-        buffer_G[i] = w_G[i] * x_G[i] if by_x else w_G[i]
-    return _total(buffer_G, size)
+def _error_of(x, w, scale, low, first, last, table):
+    return _error(x, w, scale, low, _round(x, scale, low, first, last, table))
 
 
 @inlined

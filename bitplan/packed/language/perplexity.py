@@ -348,7 +348,8 @@ class _WindowLogits:
         """The logits [tokens, vocabulary] of one window; raises where one is not finite."""
         source = self._logits
         logits = source[row, tokens] if isinstance(source, Tensor) else source.of_window(row, tokens)
-        bad = ~torch.stack(torch.aminmax(logits, dim=-1)).isfinite().all(dim=0)  # of NaN it gives NaN
+        # Of NaN both are NaN. Together, as `aminmax` gives them, they take six times as long on a CPU.
+        bad = ~(logits.amin(-1).isfinite() & logits.amax(-1).isfinite())
         if bad.any():
             raise MeasureError(
                 f"{self._name}: logits that are not finite in window {self._first + row}, from its token "
@@ -379,22 +380,23 @@ def _score_tokens(targets: Tensor, logits: Tensor, against: Tensor | None, sums:
     for start in range(0, len(targets), step):
         rows = slice(start, start + step)
         chosen, ours = targets[rows].unsqueeze(-1), logits[rows].double()
-        _, our_total = _softmax(ours)
+        top, _, _, our_total = _exponentials(ours)
         sums["nll"] += float((our_total - ours.gather(-1, chosen)).sum())
         if against is not None:
             theirs = against[rows].double()
-            weights, their_total = _softmax(theirs)
+            their_top, weights, whole, their_total = _exponentials(theirs)
             sums["reference_nll"] += float((their_total - theirs.gather(-1, chosen)).sum())
-            sums["agreed"] += float((ours.argmax(-1) == theirs.argmax(-1)).sum())
-            sums["kl"] += float(weights.mul_(theirs.sub_(ours)).sum() + (our_total - their_total).sum())
+            sums["agreed"] += float((top == their_top).sum())
+            apart = torch.linalg.vecdot(weights, theirs.sub_(ours)).unsqueeze(-1)
+            sums["kl"] += float((apart / whole + our_total - their_total).sum())
 
 
-def _softmax(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Probabilities [R, V], and the logarithm of each row's sum of exponentials [R, 1]."""
-    largest = logits.amax(-1, keepdim=True)
+def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Each row's likeliest token, exponentials [R, V] over that of its logit, their sum, and the logits' log of it."""
+    largest, top = logits.max(-1, keepdim=True)
     exponentials = (logits - largest).exp_()
-    total = exponentials.sum(-1, keepdim=True)
-    return exponentials.div_(total), total.log() + largest
+    whole = exponentials.sum(-1, keepdim=True)
+    return top, exponentials, whole, whole.log() + largest
 
 
 def _summary(samples: dict[str, list[float]]) -> Quality:
