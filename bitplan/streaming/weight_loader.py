@@ -16,7 +16,7 @@ mark or a hook of autograd's. When they change, graphs that saved them are made 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -529,12 +529,16 @@ class WeightLoader:
     def _is_changing(self, block: int) -> bool:
         return self.training is not None and self.training.is_changing(self.names[block])
 
-    def wait_for_readers(self, block: str) -> None:
-        """Wait, on the optimizer's thread, until no copy reads a block's bytes on the host."""
+    def wait_for_readers(self, block: str, is_over: Callable[[], bool]) -> None:
+        """Wait, on the optimizer's thread, until no copy of the step reads a block's bytes on the host.
+
+        is_over: whether the step has ended. Later copies wait for the block's update; the step's own were dropped.
+        """
         ring, index = self._ring, self.names.index(block)
         slots = [] if ring is None else [*ring.slots, *ring.resident.values()]
         reading = [slot.transfer for slot in slots if slot.block == index and slot.transfer is not None]
-        self.wait_for_copies(reading)
+        if not is_over():
+            self.wait_for_copies(reading)
 
     @property
     def _block_in_scratch(self) -> int | None:
@@ -559,7 +563,7 @@ class WeightLoader:
             name,
             layout.nbytes,
             self.where(block),
-            is_fresh=None if training is None else lambda: training.wait_fresh(name),
+            is_fresh=None if training is None else training.fresh(name),
         )
         if self.recorder is not None:
             self.recorder.loads.append((transfer, layout.bytes_by_format))

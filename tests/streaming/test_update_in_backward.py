@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from dataclasses import replace
 
 import pytest
@@ -12,8 +13,9 @@ from bitplan.base.errors import BlockNonFiniteError, StreamError
 from bitplan.streaming.block_stream import stream_blocks
 from bitplan.streaming.training import host_training
 from bitplan.streaming.training.adamw import AdamWSettings
+from bitplan.streaming.transfer.copies import Latch
 from bitplan.streaming.transfer.devices import SimulatedDevice
-from tests.streaming.stream_samples import CHECKPOINTING, COUNT, OPTIONS, Stack, batch, make_stack
+from tests.streaming.stream_samples import CHECKPOINTING, COUNT, OPTIONS, WIDTH, Stack, batch, make_stack
 
 EARLY = replace(OPTIONS, update_in_backward=True)
 SETTINGS = AdamWSettings(lr=1e-2, weight_decay=0.05)
@@ -234,6 +236,46 @@ def test_settings_that_change_after_the_backward_are_refused():
         with pytest.raises(StreamError, match=r"update_in_backward=True .* but clipping needs all of them first"):
             stream.training.max_norm = 1.0
         stream.load_state_dict(saved)
+
+
+def test_a_copy_waits_for_the_update_before_it_and_not_for_that_of_its_own_step():
+    model, is_held = make_stack(adapters=False), Latch()
+    with opened(model, OPTIONS) as stream:
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+        fresh = stream.training.fresh("layers.0")  # as of a copy that is not begun when the step ends
+        stream._check_step = lambda *_: is_held.wait(240)
+        stream.end_step()
+        try:
+            fresh()
+            assert not stream.training._update.fresh["layers.0"].is_set()
+        finally:
+            is_held.set()
+
+
+def test_a_forward_after_the_step_and_an_update_of_its_backward_do_not_wait_for_one_another():
+    """An update that began before the step's end comes to a block whose next copy waits for it."""
+    model, has_begun, begun = make_stack(adapters=False), Latch(), []
+    with opened(model) as stream:
+        training, loader = stream.training, stream._loader
+
+        def wait_until_it_is_loaded(block, is_over):
+            training.wait_for_readers = loader.wait_for_readers
+            begun.append(loader.names.index(block))
+            has_begun.set()
+            while not (is_over() and begun[0] in [slot.block for slot in loader.ring.slots]):
+                time.sleep(0.01)
+            loader.wait_for_readers(block, is_over)
+
+        training.wait_for_readers = wait_until_it_is_loaded
+        stream.begin_step(0)
+        model(batch(0)).square().mean().backward()
+        assert has_begun.wait(240)
+        stream.end_step()
+        with torch.no_grad():
+            model.layers[begun[0]](torch.zeros(1, WIDTH))
+        stream.synchronize()
+        assert {one.steps for one in training.trained().values()} == {1}
 
 
 def test_what_it_cannot_go_with():

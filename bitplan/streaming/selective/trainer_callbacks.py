@@ -25,7 +25,7 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -92,7 +92,7 @@ class _TrainerSteps:
         self._scalars = scalars
 
     def begin(self, step: int, optimizer: Any = None) -> None:
-        if self.updates_early and optimizer is not None:  # the backward steps weights by the settings of now
+        if optimizer is not None:  # with update_in_backward the backward steps weights by these settings
             self.adamw.follow(optimizer)
         (self.policy or self.stream).begin_step(step)
 
@@ -100,20 +100,23 @@ class _TrainerSteps:
     def updates_early(self) -> bool:
         return self.stream.training is not None and self.stream.training.updates_early
 
-    def check(self, model: Any, settings: Any) -> None:
-        """Refuse another model than the streamed one, and settings that update_in_backward=True cannot follow."""
+    def check_model(self, model: Any) -> None:
+        """Refuse another model than the streamed one."""
         streamed = self.stream.model
         if model is not None and not {*model.modules()} & {streamed} and not {*streamed.modules()} & {model}:
             raise SelectiveError(
                 f"the trainer trains another {type(model).__name__} than the one that is streamed, which would get no "
                 "gradients; give the trainer the model that was given to streaming_callback, not model_init="
             )
-        for name, needed in ("max_grad_norm", 0.0), ("gradient_accumulation_steps", 1):
-            if self.updates_early and getattr(settings, name) != needed:
+
+    def check_settings(self, settings: Any, where: str, needed: Mapping[str, float]) -> None:
+        """Refuse settings that update_in_backward=True cannot follow."""
+        for name, value in needed.items() if self.updates_early else ():
+            given = getattr(settings, name)
+            if (given or 0) != value:
                 raise SelectiveError(
                     f"update_in_backward=True steps weights as their gradients come, so the trainer's {name} must be "
-                    f"{needed}, got {getattr(settings, name)}; pass TrainingArguments(..., {name}={needed}), or stream "
-                    "without update_in_backward"
+                    f"{value}, got {given}; pass {where}(..., {name}={value}), or stream without update_in_backward"
                 )
 
     def before_optimizer(
@@ -201,7 +204,8 @@ def trainer_callback(
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self._give_limit_back()  # of a training that broke off within a step
-            steps.check(kwargs.get("model"), args)
+            steps.check_model(kwargs.get("model"))
+            steps.check_settings(args, "TrainingArguments", {"max_grad_norm": 0.0, "gradient_accumulation_steps": 1})
             if not state.global_step and steps.lacks_calibration:
                 steps.calibrate(kwargs["train_dataloader"], args.train_batch_size)
             if kwargs.get("optimizer") is not None:  # an optimizer that cannot be followed is refused before a step
@@ -290,6 +294,7 @@ def lightning_callback(
                     hide_from_ddp(pl_module, [f"{path}.{name}" for name in stream.formats])
 
         def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+            steps.check_settings(trainer, "Trainer", {"gradient_clip_val": 0.0, "accumulate_grad_batches": 1})
             if calibration_forward is not None and not trainer.global_step:
                 steps.calibrate(trainer.train_dataloader, forward=calibration_forward)
 

@@ -329,7 +329,7 @@ class HostTraining:
         self.updates_early = options.update_in_backward
         self.max_norm = options.clip_grad_norm
         self.encode_early: Callable[[str], None] = lambda _block: None
-        self.wait_for_readers: Callable[[str], None] = lambda _block: None  # of a block's bytes
+        self.wait_for_readers: Callable[[str, Callable[[], bool]], None] = lambda _block, _is_over: None
         self.lr = self.settings.lr
         self._own_settings: Mapping[Key, Settings] = {}
         self.gradient_norm: float | None = None  # before clipping, in the last step that was clipped or measured
@@ -633,7 +633,7 @@ class HostTraining:
     def _prepare_early(self, update: _Update, block: str) -> None:
         """Make the host ready for the first step of a block's weights, before the step ends."""
         if block not in update.begun:
-            self.wait_for_readers(block)
+            self.wait_for_readers(block, lambda: update.is_ending)
         if not update.begun:
             self._make_states(update.settings, self._keys)
 
@@ -1043,11 +1043,18 @@ class HostTraining:
             with suppress(TransferError):  # the thread has died, which find_failure reports
                 wait_for(self._update.checked, self._updates, self._update_s, what)
 
-    def wait_fresh(self, block: str) -> None:
-        """Wait, on the transfer thread, until a block's bytes are made from its present masters."""
+    def fresh(self, block: str) -> Callable[[], None]:
+        """Return what waits, on the transfer thread, until a block's bytes are made from the masters of now.
+
+        A copy of this step does not wait for this step's update, which waits for it.
+        """
         fresh = None if self._update is None else self._update.fresh.get(block)
-        if fresh is not None:
-            wait_for(fresh, self._updates, self._update_s, f"{block}: its update")
+
+        def wait() -> None:
+            if fresh is not None:
+                wait_for(fresh, self._updates, self._update_s, f"{block}: its update")
+
+        return wait
 
     def finish(self) -> None:
         """Wait for all gradients and updates."""
