@@ -94,7 +94,7 @@ class QuickBlock(nn.Module):
 
     def _try(self, x: Tensor, options: Mapping[str, Any]) -> BlockSteps | str | None:
         """Steps that were compared with the block's own forward, or why there are none; None before its first token."""
-        if _why_not_quick(x, options) is not None:
+        if not _is_quick(x, options):
             return None
         steps = BlockSteps(self, self._names)
         if not steps.is_as_seen():
@@ -159,22 +159,18 @@ def _names_in(path: str, block: TokenBlock) -> _Names:
     return _Names(norms, tuple(tuple(layer[start:] for layer in group) for group in groups), block.act)
 
 
-def _why_not_quick(x: Tensor, options: Mapping[str, Any]) -> str | None:
-    """Why a call is not one token's behind others; None if it is."""
-    cache = options.get("past_key_values")
+def _is_quick(x: Tensor, options: Mapping[str, Any]) -> bool:
+    """Whether a call is one token's behind others, and nothing of torch watches or changes what it does."""
     if not (options.keys() <= ARGUMENTS and options.get("attention_mask") is None and options.get("use_cache") is True):
-        return "other arguments"
-    if cache is None or not _positions(options):
-        return "no cache, or no rotary positions"
+        return False
+    if options.get("past_key_values") is None or not _positions(options):
+        return False
     if x.shape[:-1] != (1, 1) or x.dtype is not torch.float32 or not x.is_cpu or not x.is_contiguous():
-        return "not one token in float32 on a CPU"
-    is_plain = (
-        not modes()
-        and not _is_elsewhere()
-        and forward_ad._current_level < 0
-        and torch._C._functorch.peek_interpreter_stack() is None
-    )
-    return None if is_plain and not torch._C._is_any_autocast_enabled() else "under a mode of torch"
+        return False
+    if modes() or _is_elsewhere() or torch._C._get_tracing_state() is not None:
+        return False
+    is_transformed = forward_ad._current_level >= 0 or torch._C._functorch.peek_interpreter_stack() is not None
+    return not is_transformed and not torch._C._is_any_autocast_enabled()
 
 
 def _is_elsewhere() -> bool:
@@ -245,7 +241,7 @@ class BlockSteps:
             return None
         norms = [parameters[name] for parameters, name, *_ in self._norms]
         if self._fits is None or not self._fits(x, *norms):
-            if _why_not_quick(x, options) is not None or not self._knows(norms):
+            if not _is_quick(x, options) or not self._knows(norms):
                 return None
             self._fits = alike(x, *norms)
         if forward_ad._current_level >= 0 or torch_modules._global_forward_hooks or _is_elsewhere():
@@ -388,7 +384,7 @@ def _growing_layer(cache: Any, at: int, sizes: tuple[int, int, int, int]) -> Any
     """A block's layer of a cache to which tokens are appended, one sequence with tokens in it; None for all others."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
-    if type(cache) is not DynamicCache or cache.offloading or at >= len(cache.layers):
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False) or at >= len(cache.layers):
         return None
     layer = cache.layers[at]
     if type(layer) is not DynamicLayer or not layer.is_initialized:
