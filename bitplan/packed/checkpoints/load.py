@@ -362,6 +362,9 @@ def _compute_buffers(model: Any, device: torch.device) -> None:
         owner, _, local = name.rpartition(".")
         computed = torch.empty_like(model.get_parameter(name), device="cpu")
         model.get_submodule(owner)._parameters[local] = nn.Parameter(computed, requires_grad=False)
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.is_meta:
+            tensor._is_hf_initialized = True  # it is read from the file: transformers need not fill it
     model.initialize_weights()
     for name, buffer in list(model.named_non_persistent_buffers()):
         owner, _, local = name.rpartition(".")
