@@ -259,7 +259,9 @@ def _predict(
             compared.setdefault(first, {}).update(dict.fromkeys(formats))
 
     def compare(weight: str) -> None:
-        rounded.compare_rounding([weight], compared[weight])
+        for fmt in compared[weight]:
+            if not get_format(fmt).is_cast:
+                rounded.gain(projection_of(weight), fmt)
 
     def costs(name: str) -> dict[str, float]:
         return {fmt: _predicted(rounded, experts, weights[name], fmt) for fmt in missing[name]}

@@ -472,15 +472,8 @@ class RoundedWeights:
         total = float(quick.sum()) * sampled / before if before > 0 else sampled * len(weight) / len(rows)
         return total * self.gain(projection_of(name), fmt)
 
-    def compare_rounding(self, names: Iterable[str], formats: Iterable[str]) -> None:
-        """Find for later predictions what compensated rounding gains, on one layer of each projection."""
-        for projection in dict.fromkeys(map(projection_of, names)):
-            for fmt in formats:
-                if not get_format(fmt).is_cast:
-                    self.gain(projection, fmt)
-
     def gain(self, projection: str, fmt: str) -> float:
-        """The damage after compensated rounding over that of plain rounding, on some rows of a middle layer."""
+        """The damage after compensated rounding over that of plain rounding, on some rows of a middle layer; kept."""
         key = projection, fmt
         if key not in self._gains:
             names = natural_order(name for name in self.subject.sites if projection_of(name) == projection)

@@ -64,8 +64,8 @@ def group_tensors(
 ) -> dict[str, list[str]]:
     """Groups in natural order of their names.
 
-    fused   False where the runtime takes q, k, v, gate and up one by one
-    seen    the groups of tensors that a view knows (`groups_seen`)
+    fused          False where the runtime takes q, k, v, gate and up one by one
+    joined_names   the groups of tensors that a view knows (`groups_seen`)
     """
     groups: dict[str, list[str]] = {}
     for tensor in natural_order(tensors):
