@@ -21,8 +21,10 @@ smaller steps, and export takes seven times as long.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -309,8 +311,7 @@ class _Recorder(TorchFunctionMode):
         args, kwargs = _map_tensors(lambda tensor: Ref(self._value(tensor)), (args, kwargs))
         inputs = tuple(self._value(tensor) for tensor in tensors)
         index = len(self.steps)
-        module = self.calls[self._stack[-1]].path if self._stack else ""
-        step = Step(index, name, func, args, kwargs, inputs, (), module)
+        step = Step(index, name, func, args, kwargs, inputs, (), self._module_at(inputs))
         self.steps.append(step)
         for value in dict.fromkeys(inputs):
             self.values[value].readers.append(index)
@@ -320,6 +321,20 @@ class _Recorder(TorchFunctionMode):
         step.writes = tuple(changed)
         step.outputs = (*(self._new_value(tensor, index) for tensor in new), *changed)
         return step
+
+    def _module_at(self, inputs: Iterable[int]) -> str:
+        """The module whose forward is running: the last that was called, or one whose `forward` was called by name."""
+        called = self.calls[self._stack[-1]].path if self._stack else ""
+        owners = {name.rpartition(".")[0] for index in inputs for name in self.values[index].names}
+        if called in owners or not owners:
+            return called
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not _Recorder._call_module.__code__:
+            path = self._paths.get(id(frame.f_locals.get("self"))) if frame.f_code.co_name == "forward" else None
+            if path in owners:
+                return path
+            frame = frame.f_back
+        return called
 
     def _with_numbers(self, name: str, func: Any, args: Any, kwargs: Any, output: Tensor) -> Tensor:
         """The result of a function; positions and masks that a forward makes on the meta device get real numbers."""

@@ -30,6 +30,19 @@ def test_a_weight_that_other_code_than_its_layer_reads_is_named_with_its_reader(
     assert weights_read_outside(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) == {}
 
 
+def test_a_layer_whose_forward_is_called_by_name_reads_its_weight_itself() -> None:
+    class ByName(WithQueries):
+        def forward(self, input_ids: Tensor) -> Tensor:
+            hidden: Tensor = self.head.forward(self.tokens.forward(input_ids))
+            return torch.nn.functional.linear(hidden, self.head.weight.t())
+
+    model = ByName()
+    assert list(weights_read_outside(model)) == ["head.weight"]
+    model.head = nn.Linear(16, 16)
+    model.forward = lambda input_ids: model.head.forward(model.tokens.forward(input_ids))  # type: ignore[method-assign]
+    assert weights_read_outside(model) == {}
+
+
 def test_a_model_that_no_example_fits_shows_nothing() -> None:
     class Picky(WithQueries):
         def forward(self, input_ids: Tensor) -> Tensor:
