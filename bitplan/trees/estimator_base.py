@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Self, TypeVar, cast
@@ -241,10 +241,14 @@ OTHER_ARGUMENTS = {
     "pred_contrib": "it is called contributions",
     "pred_leaf": "leaves are apply(X)",
     "num_iteration": "first_rounds(n) is a model of the first n rounds, which predicts",
+    "group": "queries are of BoostedTreesRanker",
+    "group_id": "it is called qid, of BoostedTreesRanker",
+    "eval_class_weight": "class_weight is a setting of the estimator, and eval_sample_weight weighs watched rows",
 }
-OTHER_ARGUMENTS["output_margin"] = OTHER_ARGUMENTS["raw_score"]
+OTHER_ARGUMENTS |= dict.fromkeys(("output_margin", "prediction_type"), OTHER_ARGUMENTS["raw_score"])
+OTHER_ARGUMENTS |= dict.fromkeys(("eval_group", "qid", "eval_qid"), OTHER_ARGUMENTS["group"])
 OTHER_ARGUMENTS["pred_contribs"] = OTHER_ARGUMENTS["pred_contrib"]
-OTHER_ARGUMENTS |= dict.fromkeys(("iteration_range", "ntree_limit"), OTHER_ARGUMENTS["num_iteration"])
+OTHER_ARGUMENTS |= dict.fromkeys(("iteration_range", "ntree_limit", "ntree_end"), OTHER_ARGUMENTS["num_iteration"])
 
 
 def hints_for_others(method: Fit) -> Fit:
@@ -322,16 +326,30 @@ class BoostedTreesBase(FittedTrees):
         """An estimator; settings under the names that LightGBM, XGBoost or scikit-learn have for them are refused."""
         if given:
             raise TypeError(f"{cls.__name__}: settings are given by name (n_estimators=100), got {given[0]!r:.60}")
-        for name in settings:
-            if name in OTHER_NAMES and name not in cls.__dataclass_fields__:
-                raise TypeError(f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here")
-            if name in NO_SETTINGS:
-                raise TypeError(f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}")
-            is_known = name in cls.__dataclass_fields__ or name in inspect.signature(cls.__init__).parameters
-            if not is_known and (meant := did_you_mean(name, cls.__dataclass_fields__)):
-                raise TypeError(f"{cls.__name__}: there is no setting {name!r}{meant}")
+        if unknown := cls._unknown_setting(settings):
+            raise TypeError(unknown)
         estimator: Self = super().__new__(cls)
         return estimator
+
+    @classmethod
+    def _unknown_setting(cls, names: Iterable[str]) -> str:
+        """What to say of the first of these names that is no setting; "" where there is none, or nothing to say."""
+        for name in names:
+            if name in OTHER_NAMES and name not in cls.__dataclass_fields__:
+                return f"{cls.__name__}: {name} is called {OTHER_NAMES[name]} here"
+            if name in NO_SETTINGS:
+                return f"{cls.__name__}: there is no {name}, leave it out: {NO_SETTINGS[name]}"
+            is_known = name in cls.__dataclass_fields__ or name in inspect.signature(cls.__init__).parameters
+            if not is_known and (meant := did_you_mean(name, cls.__dataclass_fields__)):
+                return f"{cls.__name__}: there is no setting {name!r}{meant}"
+        return ""
+
+    def set_params(self, **params: Any) -> Self:
+        """Change settings; names that other libraries have for them are refused with ours, as in the constructor."""
+        if unknown := self._unknown_setting(params):
+            raise ValueError(unknown)
+        changed: Self = super().set_params(**params)
+        return changed
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

@@ -48,6 +48,9 @@ class Objective(Protocol):
     def limit(self, steps: Array, rate: float, output: int = 0) -> Array: ...
 
 
+MOST_STEPS = 5  # of a leaf of one class where all classes are as frequent
+
+
 class OneScore:
     """The base of objectives with one score a row: scores (rows, 1), gradients and hessians (1, rows)."""
 
@@ -145,6 +148,14 @@ class Poisson(LogMean):
         return average(expected - explained, weights, shards)
 
 
+def limited_log_odds(steps: Array, classes: int) -> Array:
+    """Steps of log odds, none so long that a few rows of a rare class make all of their leaf sure to be of it.
+
+    Where all rows of a leaf are of a class of probability p, Newton's step is 1 / p: of `classes` alike their number.
+    """
+    return np.clip(steps, -MOST_STEPS * classes, MOST_STEPS * classes)
+
+
 class Binary(OneScore):
     """Log loss for two classes; targets y are 0 or 1."""
 
@@ -154,6 +165,9 @@ class Binary(OneScore):
     def start(self, y: Array, weights: Array, shards: Shards = ALONE) -> Array:
         share = min(max(average(y, weights, shards), 1e-15), 1 - 1e-15)
         return np.array([math.log(share / (1 - share))])
+
+    def limit(self, steps: Array, rate: float, output: int = 0) -> Array:
+        return limited_log_odds(steps, 2)
 
     def mean(self, scores: Array) -> Array:
         return 1.0 / (1.0 + np.exp(-scores[:, 0]))
@@ -180,7 +194,7 @@ class Multiclass:
         return np.log(np.maximum(shares, 1e-15))
 
     def limit(self, steps: Array, rate: float, output: int = 0) -> Array:
-        return steps
+        return limited_log_odds(steps, self.outputs)
 
     def gradients(self, y: Array, scores: Array, weights: Array, grads: Array, hess: Array) -> None:
         columns = Cut(y), Cut(np.ascontiguousarray(scores.T), axis=1), Cut(weights) if len(weights) else weights

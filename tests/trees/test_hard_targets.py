@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bitplan.trees import BoostedTreesRegressor, recommend_gradient_precision
+from bitplan.trees import BoostedTreesClassifier, BoostedTreesRegressor, recommend_gradient_precision
 from bitplan.trees.objectives import Gamma, Poisson, Tweedie
 
 ROWS = 3000
@@ -81,3 +81,19 @@ def test_advice_is_by_the_loss_of_the_objective():
     advice = recommend_gradient_precision(x[:400], counts, trees=2, n_jobs=1, objective="poisson")
     predicted = np.exp(np.log(counts.mean()))
     assert all(abs(one.loss - (predicted - counts.mean() * np.log(predicted))) < 0.5 for one in advice.seen)
+
+
+@pytest.mark.parametrize("precision", ["f32", "i16", "i8"])
+@pytest.mark.parametrize("classes", [2, 4])
+def test_a_few_rows_of_a_rare_class_do_not_make_others_sure(precision, classes):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((8000, 4))
+    y = rng.integers(0, classes - 1, 8000)
+    y[np.argsort(x[:, 0] + rng.gumbel(size=8000))[-16:]] = classes - 1
+    model = BoostedTreesClassifier(n_estimators=20, gradient_precision=precision, n_jobs=1).fit(x[:4000], y[:4000])
+    scores = model.decision_function(x)
+    start = np.abs(model.booster_.start).max()
+    assert np.abs(scores).max() <= start + 20 * 0.1 * 5 * classes + 1e-9  # before, 1 / p a round
+    held = model.predict_proba(x[4000:])[np.arange(4000), y[4000:]]
+    frequent = np.bincount(y[:4000], minlength=classes) / 4000
+    assert -np.log(np.maximum(held, 1e-300)).mean() < -np.log(frequent[y[4000:]]).mean() + 0.15

@@ -7,6 +7,9 @@ import pytest
 from numpy.testing import assert_allclose, assert_array_equal
 from scipy import sparse
 from sklearn import metrics
+from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
 from bitplan.trees import (
     BoostedTreesClassifier,
@@ -116,6 +119,28 @@ def test_sparse_columns_of_a_frame_are_their_numbers(dense_columns, rows):
     everything = frame.drop(columns="text")
     model.fit(everything, y)
     np.testing.assert_array_equal(model.predict(everything), model.predict(plain.drop(columns="text")))
+
+
+def test_settings_that_are_changed_have_the_same_hints_in_searches_and_pipelines():
+    x, y = np.arange(40.0).reshape(20, 2), np.arange(20) % 2
+    model = BoostedTreesClassifier(n_estimators=2, min_child_samples=1)
+    for given, message in (
+        ({"num_leaves": 31}, "num_leaves is called max_leaves here"),
+        ({"n_estimators": 5, "reg_lambda": 1}, "reg_lambda is called l2 here"),
+        ({"bagging_freq": 1}, "there is no bagging_freq, leave it out"),
+        ({"learnig_rate": 1}, "there is no setting 'learnig_rate'; did you mean 'learning_rate'"),
+        ({"nonsense": 1}, "Invalid parameter 'nonsense'"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model.set_params(**given)
+        assert model.n_estimators == 2
+    with pytest.raises(ValueError, match="num_leaves is called max_leaves here"):
+        GridSearchCV(model, {"num_leaves": [2, 3]}, cv=2).fit(x, y)
+    with pytest.raises(ValueError, match="num_leaves is called max_leaves here"):
+        make_pipeline(StandardScaler(), model).set_params(boostedtreesclassifier__num_leaves=3)
+    assert GridSearchCV(model, {"max_leaves": [2, 3]}, cv=2).fit(x, y).best_params_["max_leaves"] in (2, 3)
+    with pytest.raises(TypeError, match="no argument 'qid': queries are of BoostedTreesRanker"):
+        model.fit(x, y, qid=[1])
 
 
 def test_names_of_others_are_answered_with_ours(rows):

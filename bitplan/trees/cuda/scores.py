@@ -146,13 +146,14 @@ class CudaScores:
     def leaf_values(self, grown: Grown, output: int, _gradients: CudaGradients) -> Array:
         """Newton steps, of full-precision gradients where leaves are to be renewed."""
         if not self._renews:
-            return grown.tree.leaf_value
+            return self._objective.limit(grown.tree.leaf_value, 1.0, output)
         top_grad, top_hess = self._tops[output].tolist()
         of: Array = np.array(units(top_grad, top_hess, len(self._y)), np.float64)
         sums = torch.zeros((grown.tree.leaves, 2), dtype=torch.int64, device=self._device)
         numbers = _send_floats(self._sent, 1.0 / of)
         self._grower.launch_on_leaves(kernels.sum_leaves, self._grads[output], self._hess[output], numbers, sums)
-        return newton_steps(sums.cpu().numpy(), (float(of[0]), float(of[1])), self._rules, grown.leaf_bounds)
+        steps = newton_steps(sums.cpu().numpy(), (float(of[0]), float(of[1])), self._rules, grown.leaf_bounds)
+        return self._objective.limit(steps, 1.0, output)  # of these objectives no limit depends on the rate
 
     def add(self, tree: Tree, grown: Grown, unused: Array, output: int) -> None:
         """Add the tree's values to the scores."""
