@@ -34,9 +34,9 @@ types: $(VENV)/.installed-dev
 unit: $(VENV)/.installed-dev browser
 	$(PYTEST)
 
-# Also the tests marked `long`: every combination of parameters of which `make test` takes a part.
+# Also the tests marked `long`: every combination of parameters of which `make test` takes a part. Hypothesis draws anew.
 test-all: lint types browser
-	$(PYTEST) -m ""
+	HYPOTHESIS_PROFILE=default $(PYTEST) -m ""
 
 # Which tests reach which line, then 200 small faults, each tested for by the tests of its line.
 mutants: $(VENV)/.installed-dev

@@ -13,12 +13,15 @@ from collections.abc import Callable, Generator, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import hypothesis
 import pytest
 
 from tests.caught_logs import caplog  # noqa: F401
 from tests.crosses import pytest_generate_tests  # noqa: F401
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # torch's threads else look for work for 10 ms after every loop
+# What hypothesis draws is the same in every run, and it measures no time; "default" draws anew.
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 os.environ.pop("COLUMNS", None)  # tables are as wide as a pipe has them, whoever runs this
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in a shell's background; tests of Ctrl-C need it
     signal.signal(signal.SIGINT, signal.default_int_handler)

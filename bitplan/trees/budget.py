@@ -90,7 +90,7 @@ class SettingsTrial:
 
 
 @dataclass(frozen=True)
-class Room:
+class FitMemory:
     """The memory that a fit may take beside its table, and what a fit takes of it."""
 
     limit: float  # bytes
@@ -101,7 +101,7 @@ class Room:
     threads: int
 
     @classmethod
-    def of(cls, model: Any, rows: Rows, objective: Objective, watched: Sequence[EvalSet], memory: Any) -> Room:
+    def of(cls, model: Any, rows: Rows, objective: Objective, watched: Sequence[EvalSet], memory: Any) -> FitMemory:
         limit = math.inf if memory is None else byte_count("memory", memory)
         x, columns = np.asarray(rows.x), 0
         for feature, is_category in enumerate(model._categorical(x.shape[1])):
@@ -141,7 +141,7 @@ class Search:
         self._usual = settings | usual | self.of_user
         self._random = np.random.default_rng(0)
         self._patience = model.early_stopping_rounds or PATIENCE
-        self._rows, self.room = rows, Room.of(model, rows, objective, watched, options.memory)
+        self._rows, self.memory = rows, FitMemory.of(model, rows, objective, watched, options.memory)
         self._share = max(model.validation_fraction, min(HELD_ROWS / len(rows.x), 0.3))
         self._count = self._rows_within_room()
         self._fitted, self._held = self._split(0)
@@ -156,20 +156,20 @@ class Search:
 
     def _rows_within_room(self) -> int:
         """How many rows there is room to search with, beside a fit to all; refuses a limit that is too low."""
-        count, row_bytes = len(self._rows.x), COPIES * self.room.row_bytes
+        count, row_bytes = len(self._rows.x), COPIES * self.memory.row_bytes
         for settings in self._defaults():
-            needed = self.room.fit_bytes(self._usual | settings, count)
-            room = (self.room.limit - needed) / row_bytes
+            needed = self.memory.fit_bytes(self._usual | settings, count)
+            room = (self.memory.limit - needed) / row_bytes
             if room >= min(count, FEWEST_ROWS):
                 return int(min(count, room))
         least = math.ceil(needed + min(count, FEWEST_ROWS) * row_bytes)
         raise TreesError(
-            f"memory: {count} rows in {self.room.columns} columns of bins need {least} bytes beside the table, and "
-            f"{self.room.limit} are given; give memory={least} or more, or fewer rows"
+            f"memory: {count} rows in {self.memory.columns} columns of bins need {least} bytes beside the table, and "
+            f"{self.memory.limit} are given; give memory={least} or more, or fewer rows"
         )
 
     def _has_room(self, settings: dict[str, Any]) -> bool:
-        return self.room.rounds(self._usual | settings, len(self._rows.x), self._count) >= 1
+        return self.memory.rounds(self._usual | settings, len(self._rows.x), self._count) >= 1
 
     def _split(self, split: int) -> tuple[Rows, EvalSet]:
         """Rows to fit, and rows held out; the user's own, if there are any."""
@@ -203,7 +203,9 @@ class Search:
         """
         rows = self._fitted if count == len(self._order) else self._fitted.at(np.sort(self._order[:count]))
         always = {
-            "n_estimators": int(min(rounds, self.room.rounds(self._usual | settings, len(self._rows.x), self._count))),
+            "n_estimators": int(
+                min(rounds, self.memory.rounds(self._usual | settings, len(self._rows.x), self._count))
+            ),
             "early_stopping_rounds": self._patience if stops_early else None,
             "verbose": False,
             "warm_start": False,
@@ -246,9 +248,10 @@ class Search:
         best = self._best(first, min(started + SEARCH_SHARE * given_s, self._latest))
         end = min(started + COMPARED_SHARE * given_s, self._latest)
         precise, reason = self._with_precision(best, end)
+        alike = usual.settings | {"gradient_precision": precise.settings["gradient_precision"]}
         usual = replace(
             usual,
-            settings=usual.settings | {"gradient_precision": precise.settings["gradient_precision"]},
+            settings=alike,
             round_seconds=usual.round_seconds * precise.round_seconds / best.round_seconds,
         )
         chosen, compared = self._compared(usual, precise, end)
@@ -372,7 +375,7 @@ def fit_in_seconds(
     rows, end = with_weight(rows), started + float(options.seconds)
     search = Search(model, rows, objective, watched, options, end)
     best, reason = search.run()
-    trials, room, of_user, searched = search.trials, search.room, search.of_user, best.rows
+    trials, room, of_user, searched = search.trials, search.memory, search.of_user, best.rows
     del search  # and its copies of rows
     left_s = SPARE * (end - clock()) - best.setup_seconds * len(rows.x) / searched
     affordable = left_s / max(best.round_seconds * len(rows.x) / searched, 1e-9)

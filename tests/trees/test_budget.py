@@ -183,7 +183,7 @@ def test_no_fit_takes_more_memory_than_is_counted(rows, features, given, classes
     finally:
         tracemalloc.stop()
     outputs, threads = 1 if classes == 2 else classes, settings.n_jobs
-    room = budget.Room(np.inf, features, 8 * features + 16, 0, outputs, threads)
+    room = budget.FitMemory(np.inf, features, 8 * features + 16, 0, outputs, threads)
     counted = room.fit_bytes(settings.get_params(), rows, rounds=2)
     assert 0.3 * counted < peak < counted
 
