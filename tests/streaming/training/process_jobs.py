@@ -273,6 +273,8 @@ def meet_nan(rank: int, _count: int, **options: Any) -> Result:
             try:
                 with one_step(stream, step):
                     backward(model, batch(step), float("nan") if (step, rank) == (1, 1) else 1.0)
+                    if stream.training.updates_early:
+                        stepped_early(stream.training)  # the end of the step does nothing that its backward can do
                 stream.synchronize()
             except Exception as error:
                 errors.append(f"{type(error).__name__}: {error}")
