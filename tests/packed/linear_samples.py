@@ -1,6 +1,8 @@
-"""Weights, inputs and reference products for the tests of packed linears."""
+"""Weights, inputs and reference products for the tests of packed linears, and the size of a small model of them."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +14,16 @@ from bitplan.formats.dispatch import encode
 FORMATS = ("mxfp4", "fp4_u8_g128", "nvfp4", "int8_row", "int8_g128", "int4_g32", "q4_0_gguf", "fp8_e4m3_row")
 # Unit roundoff of the type a result is rounded to; sums are float32's (2^-24).
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float64: 2.0**-53}
+# Settings of a config of transformers.
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
 
 
 def normal(*shape: int, seed: int = 1) -> Tensor:

@@ -20,17 +20,9 @@ import bitplan
 from bitplan.base.errors import StoreError
 from bitplan.packed.fused_projections import fuse_projections
 from bitplan.packed.quick_blocks import QuickBlock, quicken_blocks, why_own_forward
+from tests.packed.linear_samples import SMALL
 
 transformers = pytest.importorskip("transformers")
-SMALL: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
 
 

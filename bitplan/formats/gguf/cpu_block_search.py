@@ -1,8 +1,8 @@
 """Searches the scales of GGUF's blocks by compiled loops, with the same bits as the definition.
 
-`CompiledSearch` does what `SearchBySums` does in `formats.gguf.search`, and `NumbaSums` what `TorchSums` does. By whole
-tensors each step of a block's search is some calls of torch, and rounding with feedback searches a few rows at a time,
-a thousand times a weight: there the calls took longer than the numbers.
+`CompiledSearch` does what `SearchBySums` does in `formats.gguf.search`. By whole tensors each step of a search is some
+calls of torch, and rounding with feedback searches a few rows at a time, a thousand times a weight: there the calls
+took longer than the numbers.
 
 A group is 16 or 32 numbers, so that everything about it stays in registers and the L1 cache; groups are independent,
 and threads take runs of them. Importing this module imports numba.
@@ -22,7 +22,7 @@ from torch import Tensor
 from bitplan.base.loops.jit import compiled, inlined, merged, on_threads, thread_count
 from bitplan.base.loops.vectors import INT32, define, lanewise, load
 from bitplan.formats.gguf.layouts import BlockParts, Layout
-from bitplan.formats.gguf.search import FIT_STEPS, FLOAT16_MAX, REFINEMENTS, Sums, starts
+from bitplan.formats.gguf.search import FIT_STEPS, FLOAT16_MAX, REFINEMENTS, starts
 
 # ---- cpu search ------------------------------------------------------------------------------------------------------
 
@@ -34,37 +34,12 @@ PIECES_PER_THREAD = 4
 Array = np.ndarray[Any, Any]
 
 
-class NumbaSums:
-    """`GroupSums` by compiled loops: x [R, P, g]; w [P, g], or [1, g]; scale and low [R, P]; all float32 on the CPU."""
-
-    def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]:
-        scale, low = torch.empty(x.shape[:2]), torch.empty(x.shape[:2])
-        starting = np.array([_start(start.width, start.clip, layout) for start in starts(layout)], dtype=F32)
-        settings = (starting, *_limits(layout), layout.has_min, layout.has_groups)
-        _on_groups(best_scales, _groups(x), w.contiguous().numpy(), *settings, out=(_flat(scale), _flat(low)))
-        return scale, low
-
-    def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums:
-        group_sums = torch.empty((4, *x.shape[:2]))
-        by = (w.contiguous().numpy(), _flat(scale), _flat(low), *_limits(layout))
-        _on_groups(sums, _groups(x), *by, out=(group_sums.numpy().reshape(4, -1),))
-        return Sums(*group_sums)
-
-    def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-        out = torch.empty(x.shape[:2])
-        by = (w.contiguous().numpy(), _flat(scale), _flat(low), *_limits(layout))
-        _on_groups(errors, _groups(x), *by, out=(_flat(out),))
-        return out
-
-    def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
-        out = torch.empty(x.shape, dtype=torch.uint8)
-        _on_groups(codes, _groups(x), _flat(scale), _flat(low), *_limits(layout), out=(_groups(out),))
-        return out
-
-
-def _on_groups(kernel: Any, x_NG: Array, *by: Any, out: tuple[Array, ...]) -> None:
-    """Run a kernel over all groups, on threads; it fills `out`."""
-    on_threads(lambda run: kernel(x_NG, *by, run.start, run.stop, *out), runs_of(len(x_NG)))
+def _codes_of(x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor:
+    """The nearest codes of groups x [R, P, g], as `TorchSums.codes` gives them; scale and low [R, P]."""
+    out = torch.empty(x.shape, dtype=torch.uint8)
+    by = (_groups(x), _flat(scale), _flat(low), *_limits(layout))
+    on_threads(lambda run: codes(*by, run.start, run.stop, _groups(out)), runs_of(len(by[0])))
+    return out
 
 
 def _flat(numbers: Tensor) -> Array:
@@ -204,29 +179,6 @@ def _sums_of_group(x, w, scale, low, first, last, table):
 
 
 @compiled
-def sums(x_NG, w_PG, scale_N, low_N, first, last, table, start, stop, out):
-    for group in range(start, stop):
-        x_G, w_G = x_NG[group], w_PG[group % w_PG.shape[0]]
-        scale, low = scale_N[group], low_N[group]
-        if x_NG.shape[1] == 32:
-            group_sums = _sums_of_group(load(x_G, 0, 32), load(w_G, 0, 32), scale, low, first, last, table)
-        else:
-            group_sums = _sums_of_group(load(x_G, 0, 16), load(w_G, 0, 16), scale, low, first, last, table)
-        out[0, group], out[1, group], out[2, group], out[3, group] = group_sums
-
-
-@compiled
-def errors(x_NG, w_PG, scale_N, low_N, first, last, table, start, stop, out):
-    for group in range(start, stop):
-        x_G, w_G = x_NG[group], w_PG[group % w_PG.shape[0]]
-        scale, low = scale_N[group], low_N[group]
-        if x_NG.shape[1] == 32:
-            out[group] = _error_of(load(x_G, 0, 32), load(w_G, 0, 32), scale, low, first, last, table)
-        else:
-            out[group] = _error_of(load(x_G, 0, 16), load(w_G, 0, 16), scale, low, first, last, table)
-
-
-@compiled
 def codes(x_NG, scale_N, low_N, first, last, table, start, stop, out):
     for group in range(start, stop):
         x_G, scale, low = x_NG[group], scale_N[group], low_N[group]
@@ -254,7 +206,7 @@ HALF_STEP, HALF_LEAST = F32(2.0**-10), F32(2.0**-24)
 
 
 class RowSearch:
-    """Finds what is stored for blocks of some rows, on one thread: `NumbaSums`' starts, and one loop for the rest."""
+    """Finds what is stored for blocks of some rows, on one thread: the best starts, and one loop for the rest."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -291,12 +243,12 @@ class CompiledSearch:
         assert dmin is not None
         halves, lows = d.reshape(-1).half(), dmin.reshape(-1).half() if layout.has_min else None
         if scales is None or mins is None:
-            codes = NumbaSums().codes(x, d, dmin, layout)
+            codes = _codes_of(x, d, dmin, layout)
             return BlockParts(codes.reshape(-1, layout.numbers), halves, lows)
         by_block = (len(d), -1, layout.group_count)
         steps = (d.unsqueeze(-1) * scales.reshape(by_block)).reshape(scales.shape)
         low = -(dmin.unsqueeze(-1) * mins.reshape(by_block)).reshape(scales.shape)
-        codes = NumbaSums().codes(x, steps, low, layout).reshape(-1, layout.numbers)
+        codes = _codes_of(x, steps, low, layout).reshape(-1, layout.numbers)
         integers = [tensor.reshape(-1, layout.group_count).to(torch.int8) for tensor in (scales, mins)]
         return BlockParts(codes, halves, lows, integers[0], integers[1] if layout.has_min else None)
 

@@ -7,7 +7,7 @@ integers are tried one up and one down, and d is fitted again. A step is taken o
 measured with float16 numbers as they will be stored.
 
 Numbers are summed by halves, [0, n/2) + [n/2, n), which fixes the order of additions: a CPU, a GPU and the compiled
-version of `GroupSums` give the same bits.
+loops give the same bits.
 """
 
 from __future__ import annotations
@@ -41,18 +41,6 @@ class Sums(NamedTuple):
     xv: Tensor
 
 
-class GroupSums(Protocol):
-    """The slow parts, for all groups at once: the definition below, or a compiled version."""
-
-    def best_scales(self, x: Tensor, w: Tensor, layout: Layout) -> tuple[Tensor, Tensor]: ...
-
-    def sums(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Sums: ...
-
-    def errors(self, x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor: ...
-
-    def codes(self, x: Tensor, scale: Tensor, low: Tensor, layout: Layout) -> Tensor: ...
-
-
 def starts(layout: Layout) -> tuple[Start, ...]:
     """The starts that are tried: formats of few codes clip much, formats of many codes hardly."""
     count = layout.high - layout.low + 1
@@ -68,7 +56,7 @@ def starts(layout: Layout) -> tuple[Start, ...]:
     return tuple(Start(1.04 - step * index) for index in range(14 if count == 32 else 9))
 
 
-# ---- the definition of GroupSums -----------------------------------------------------------------------------------
+# ---- sums of groups, by definition ----------------------------------------------------------------------------------
 
 
 class TorchSums:
@@ -194,7 +182,7 @@ class BlockSearch(Protocol):
 class SearchBySums:
     """The definition: `math` has the slow parts."""
 
-    def __init__(self, math: GroupSums) -> None:
+    def __init__(self, math: TorchSums) -> None:
         self.math = math
 
     def parts(self, x: Tensor, w: Tensor, layout: Layout) -> BlockParts:
@@ -235,7 +223,7 @@ def _half(numbers: Tensor) -> Tensor:
     return numbers.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16).float()
 
 
-def _single(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout, math: GroupSums) -> BlockParts:
+def _single(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout, math: TorchSums) -> BlockParts:
     """Blocks of one group: the scale and the low end are float16 numbers themselves."""
     import torch
 
@@ -257,7 +245,7 @@ def _single(x: Tensor, w: Tensor, scale: Tensor, low: Tensor, layout: Layout, ma
 class _Blocks:
     """Blocks of groups: d and dmin, and the integers that multiply them to a group's scale and minimum."""
 
-    def __init__(self, x: Tensor, w: Tensor, layout: Layout, math: GroupSums) -> None:
+    def __init__(self, x: Tensor, w: Tensor, layout: Layout, math: TorchSums) -> None:
         self.x, self.w, self.layout, self.math = x, w, layout, math
         self.grid = (x.shape[0], -1, layout.group_count)
 

@@ -10,17 +10,9 @@ import torch
 import bitplan
 from bitplan.base.errors import MeasureError
 from bitplan.packed.language.token_steps import ROOM, Decoding, structure_of
+from tests.packed.linear_samples import SMALL
 
 transformers = pytest.importorskip("transformers")
-SMALL: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-}
 
 
 def packed(kind: str = "Llama", **settings: Any) -> Any:
